@@ -1,0 +1,284 @@
+"""Everything that knows there is more than one process.
+
+Owns start and end of the process group, FSDP2 sharding, the weights handed to the sampler, reductions, the gradient
+norm, and the training state on disk. Knows nothing of RL or text. One process is a world of size 1 on the same path;
+CPU (gloo) and CUDA (NCCL) differ in the backend's name only.
+
+Every function marked "collective" must be called by all ranks, the same number of times and in the same order.
+"""
+
+import json
+import os
+import resource
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from errors import UserError
+
+TIMEOUT = timedelta(hours=2)  # ranks wait for each other's longest rollout; a dead rank is torchrun's to notice
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the world."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def init_distributed(device="auto"):
+    """Joins the process group that torchrun describes (or makes a world of one) and returns this process's Ranks.
+
+    device: "cpu", "cuda" or "auto". On CPU each rank takes its share of the cores.
+    """
+    reproducible_matmul()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"process {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are visible")
+        torch.cuda.set_device(local_rank)
+    else:
+        set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=TIMEOUT, **store)
+    return Ranks(rank, world, torch.device(device, local_rank) if device == "cuda" else torch.device("cpu"))
+
+
+def reproducible_matmul():
+    """Asks MKL for results that depend on neither thread count nor batch size (measured: at no cost on AVX-512).
+
+    Read by MKL at its first product, so it must run early. Not on AMD, where MKL would fall back to a slow path.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text():
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def set_threads(processes):
+    """Gives this process 1/processes of the cores. torchrun's own default of OMP_NUM_THREADS=1 is overridden."""
+    asked = os.environ.get("OMP_NUM_THREADS", "1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 1 else max(1, cores // processes))
+
+
+def shutdown():
+    """Leaves the process group. Call it on success only: after a failure, waiting for peers would hide the cause."""
+    dist.destroy_process_group()
+
+
+def shard(model, compute_dtype):
+    """Shards `model` in place (FSDP2, ZeRO-3): fp32 masters, compute in `compute_dtype`, gradients reduced in fp32.
+
+    One group a block; embedding, final norm and head share the root's group, which stays gathered from forward to
+    backward: a tied embedding is then one parameter of one group, and the head may be called after the forward.
+    Gradients are summed over ranks, never averaged: the loss already carries the global denominator.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-scaled sum
+    return model
+
+
+def fsdp_modules(model):
+    """The modules that are FSDP groups, blocks and root."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def local_rows(parameter):
+    """A sharded parameter -> (this rank's tensor, the slice of rows it holds): FSDP2 cuts dimension 0 as torch.chunk."""
+    size = -(-parameter.shape[0] // dist.get_world_size())
+    start = min(dist.get_rank() * size, parameter.shape[0])
+    local = parameter.to_local()
+    assert len(local) == min(size, parameter.shape[0] - start), (local.shape, parameter.shape)
+    return local, slice(start, start + len(local))
+
+
+@torch.no_grad()
+def copy_weights(model, sampler):
+    """Collective. Gathers the sharded weights in compute dtype and copies them into the plain `sampler`, in place.
+
+    One gather a group: few, large collectives. The bits are those that the trainer's own forward will use.
+    """
+    target = dict(sampler.named_parameters())
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in fsdp_modules(model):
+        module.unshard()
+        prefix = names[id(module)]
+        for name, parameter in module.named_parameters(prefix=prefix):
+            if not isinstance(parameter, DTensor):  # a DTensor belongs to a nested group that is still sharded
+                target[name].copy_(parameter)
+        module.reshard()
+
+
+def full_tensors(model, dtype):
+    """Collective, a generator: (name, full tensor on the host in `dtype`) one at a time; only rank 0 gets the tensor."""
+    for name, parameter in model.named_parameters():
+        full = parameter.detach().to(dtype).full_tensor()
+        yield name, full.cpu() if dist.get_rank() == 0 else None
+
+
+def all_sum(values):
+    """Collective. Sums a list of floats over ranks (in float64)."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def all_max(value):
+    """Collective. The largest of the ranks' numbers."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def all_gather_ragged(values):
+    """Collective. Each rank's 1-D host tensor, of any length -> the list of all ranks' tensors, in rank order."""
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(values)]))
+    longest = max(int(size) for size in sizes)
+    padded = [values.new_zeros(longest) for _ in sizes]
+    if longest:
+        dist.all_gather(padded, torch.cat([values, values.new_zeros(longest - len(values))]))
+    return [row[: int(size)] for row, size in zip(padded, sizes)]
+
+
+def gather_text(text):
+    """Collective. Each rank's string -> the list of all ranks' strings."""
+    encoded = torch.frombuffer(bytearray(text.encode("utf-8", "backslashreplace")), dtype=torch.uint8) if text else None
+    rows = all_gather_ragged(torch.zeros(0, dtype=torch.uint8) if encoded is None else encoded)
+    return [bytes(row.tolist()).decode("utf-8") for row in rows]
+
+
+def gradients(model):
+    """This rank's shards of the gradients, as plain tensors. After the first backward every parameter has one."""
+    return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@torch.no_grad()
+def clip_grad_norm(model, max_norm):
+    """Collective. Scales the gradients to global L2 norm at most `max_norm`; returns the norm before (a float).
+
+    One number is reduced, whatever the number of parameters. A non-finite norm leaves the gradients alone: refuse to
+    step.
+    """
+    shards = gradients(model)
+    norm = all_sum([torch.nn.utils.get_total_norm(shards).item() ** 2])[0] ** 0.5
+    if max_norm < norm < float("inf"):
+        for shard_ in shards:
+            shard_.mul_(max_norm / norm)
+    return norm
+
+
+def open_run_folder(folder, resume, config):
+    """Collective. Creates a run folder, or finds the newest training state of the one to resume -> (folder, state or None).
+
+    config: a JSON-able dict, saved as config.json. Rank 0 decides and tells the others (its clock may have named the
+    folder), so that all go on or all raise UserError.
+    """
+    state, error = None, ""
+    if dist.get_rank() == 0:
+        states = {int(path.parent.name[6:]): path.parent for path in folder.glob("state-[0-9]*[0-9]/state.json")}
+        state = str(states[max(states)]) if states and resume else None
+        if resume and not states:
+            error = f"{folder}: no checkpoint to resume from (state-NNNN/state.json)"
+        elif not resume and (folder / "config.json").exists():
+            error = f"{folder} holds another run: give --resume to continue it, or another --out"
+        else:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "config.json").write_text(json.dumps(config, indent=1))
+            except OSError as failure:
+                error = f"{folder}: cannot write the run folder ({failure.strerror})"
+    folder, state, error = json.loads(gather_text(json.dumps([str(folder), state, error]))[0])
+    if error:
+        raise UserError(error)
+    return Path(folder), state and Path(state)
+
+
+def cut_back(files, step):
+    """Removes from JSONL files the rows of later steps than `step`, which are about to be run again."""
+    for path in (path for path in files if path.exists()):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def save_state(folder, model, optimizer, facts):
+    """Collective. Writes weights, moments and the JSON-able dict `facts` to `folder`, complete or not at all.
+
+    Each rank writes the shards it holds; the folder appears under its name only when all have written.
+    """
+    folder, rank = Path(folder), dist.get_rank()
+    temporary = folder.with_name(folder.name + ".tmp")
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    tensors, steps = {}, 0
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        steps = int(state.get("step", 0))
+        for key, tensor in (("master", parameter.detach()), *((k, v) for k, v in state.items() if k != "step")):
+            tensors[f"{name}.{key}"] = tensor.to_local().cpu().contiguous()
+    save_file(tensors, temporary / f"rank-{rank:05d}.safetensors")
+    dist.barrier()
+    if rank == 0:
+        facts = {**facts, "world": dist.get_world_size(), "optimizer_steps": steps}
+        (temporary / "state.json").write_text(json.dumps(facts, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    dist.barrier()
+
+
+def load_state(folder, model, optimizer):
+    """Collective. Restores what `save_state` wrote, on any number of ranks; returns its `facts`."""
+    folder = Path(folder)
+    facts = json.loads((folder / "state.json").read_text())
+    files = [safe_open(folder / f"rank-{rank:05d}.safetensors", "pt") for rank in range(facts["world"])]
+    for name, parameter in model.named_parameters():
+        _read_rows(files, f"{name}.master", parameter)
+        if facts["optimizer_steps"]:
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            for key, moment in moments.items():
+                _read_rows(files, f"{name}.{key}", moment)
+            step = torch.tensor(float(facts["optimizer_steps"]), device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
+    return facts
+
+
+@torch.no_grad()
+def _read_rows(files, name, parameter):
+    """Fills this rank's rows of `parameter` from shards that were cut for another number of ranks."""
+    local, rows = local_rows(parameter)
+    offset = 0
+    for file in files:
+        saved = file.get_slice(name)
+        length = saved.get_shape()[0]
+        start, stop = max(rows.start, offset), min(rows.stop, offset + length)
+        if start < stop:
+            local[start - rows.start : stop - rows.start].copy_(saved[start - offset : stop - offset])
+        offset += length
+
+
+def peak_memory_gb(device):
+    """The most this process ever held: GPU memory, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9

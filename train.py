@@ -1,0 +1,393 @@
+"""Trains Qwen3 with RLOO to reason about math: sample, grade, subtract the others' mean, one policy-gradient step.
+
+    torchrun --nproc_per_node 4 train.py                                            the reference recipe, 4 GPUs
+    torchrun --standalone --nproc_per_node 2 train.py --config tiny/train.json      a laptop, two minutes
+
+Owns the configuration, the loop, the schedule, the log and the run folder; the only file that knows all the others.
+Every Config field is a flag (`--lr 2e-6`), and a key of a --config file. The run folder holds config.json,
+metrics.jsonl (a row a step), rollouts.jsonl (samples to read) and the checkpoints step-NNNN and state-NNNN.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import inspect
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import data
+import fsdp_utils
+import rloo
+from errors import UserError, exits_cleanly
+from eval import attempt, evaluate, exchange
+from model import Qwen3, Qwen3Config, export, load_weights, read_json
+from rollout import stream_key
+
+GRADES = ("right", "wrong", "no answer", "unparsable", "timeout")  # the grader's verdicts, counted in every row
+
+
+@dataclasses.dataclass
+class Config:
+    """The reference recipe. Names of one line are flags; the comment beside each is its --help."""
+
+    model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder: config.json, tokenizer files, safetensors
+    train_data: list[str] = dataclasses.field(default_factory=lambda: ["gsm8k_train.jsonl", "math_train.jsonl"])  # problem files (JSONL), mixed
+    eval_data: list[str] = dataclasses.field(default_factory=lambda: ["gsm8k_test.jsonl", "math_500.jsonl"])  # held-out problem files
+    out: str = ""  # run folder; empty: a new one under runs/
+    resume: bool = False  # continue the run in --out from its newest checkpoint
+    seed: int = 0  # of the problem order and of every rollout's random stream
+
+    group_size: int = 16  # rollouts a problem (G), at least 2: the others are the baseline
+    batch_size: int = 256  # sequences an optimiser step, over all ranks; a multiple of group_size
+    steps: int = 1500  # optimiser steps
+    lr: float = 1e-6  # peak learning rate; cosine to 0
+    warmup_steps: int = 25  # linear warm-up
+    adam_beta1: float = 0.9  # AdamW, first moment
+    adam_beta2: float = 0.999  # AdamW, second moment
+    weight_decay: float = 0.01  # AdamW, on all parameters
+    grad_clip: float = 0.3  # global gradient norm is scaled down to this
+    epsilon: float = 0.02  # importance weights are truncated at 1 + epsilon
+    kl_coef: float = 0.0  # weight of the KL to the initial model; 0: no reference model is loaded
+    gamma: float = 1.0  # reward is multiplied by gamma^(completion tokens)
+    divide_by_std: bool = False  # divide advantages by the group's standard deviation
+    filter_groups: bool = False  # drop groups without signal from the batch and the denominator
+    reward: str = "correct"  # "correct": 1 for a right answer; "random": a coin, the control that must not learn
+    reward_cut: bool = True  # a right answer in a completion cut at the limit counts
+
+    sequence_length: int = 8192  # prompt + completion, tokens
+    max_new_tokens: int = 0  # limit of the completion alone; 0: what the sequence length leaves
+    temperature: float = 1.0  # of sampling, and of the trainer's log-probs
+    instruction: str = data.INSTRUCTION  # stands before the problem in the user turn
+    system: str = ""  # system prompt; empty: none
+    thinking: bool = False  # let the model think (Qwen3's enable_thinking)
+    max_batch: int = 256  # sequences decoding together, a process
+
+    micro_batch_tokens: int = 4 * 8192  # tokens of a packed forward and backward, a process; any value, same gradient
+    activation_checkpointing: bool = True  # recompute blocks in backward: 1/3 more compute, far less memory
+    dtype: str = "auto"  # compute: "bfloat16" or "float32"; auto: bfloat16 on GPUs, float32 on CPU. Masters are float32
+    device: str = "auto"  # "cuda" or "cpu"
+
+    eval_every: int = 50  # steps between evaluations; there is one at start and at the end too
+    eval_problems: int = 256  # problems of each; 0: all
+    eval_samples: int = 4  # completions a problem, at temperature 1
+    save_every: int = 200  # steps between checkpoints; there is one at the end too; 0: none
+    log_rollouts: int = 16  # completions of each step written to rollouts.jsonl
+    wandb: str = ""  # Weights & Biases project; empty: off
+
+    def __post_init__(self):
+        for name, field in self.__dataclass_fields__.items():
+            setattr(self, name, _typed(name, getattr(self, name), field.type))
+        checks = {
+            "group_size must be at least 2: the baseline is the mean of the others": self.group_size >= 2,
+            f"batch_size {self.batch_size} must be a multiple of group_size {self.group_size}":
+                self.batch_size > 0 and self.group_size > 0 and self.batch_size % self.group_size == 0,
+            f"micro_batch_tokens {self.micro_batch_tokens} must hold a sequence of sequence_length {self.sequence_length}":
+                self.micro_batch_tokens >= self.sequence_length >= 2,
+            "temperature must be above 0 while training": 0 < self.temperature < math.inf,
+            'reward must be "correct" or "random"': self.reward in ("correct", "random"),
+            'dtype must be "auto", "bfloat16" or "float32"': self.dtype in ("auto", "bfloat16", "float32"),
+            'device must be "auto", "cuda" or "cpu"': self.device in ("auto", "cuda", "cpu"),
+            "adam_beta1 and adam_beta2 must lie in 0..1": 0 <= min(self.adam_beta1, self.adam_beta2)
+                and max(self.adam_beta1, self.adam_beta2) < 1,
+            "steps, eval_every, eval_samples and max_batch must be at least 1":
+                min(self.steps, self.eval_every, self.eval_samples, self.max_batch) >= 1,
+            "lr, warmup_steps, weight_decay, epsilon, kl_coef, max_new_tokens, eval_problems, save_every and log_rollouts "
+            "must not be negative":
+                min(self.lr, self.warmup_steps, self.weight_decay, self.epsilon, self.kl_coef, self.max_new_tokens,
+                    self.eval_problems, self.save_every, self.log_rollouts) >= 0,
+            "grad_clip must be above 0, gamma in 0..1": self.grad_clip > 0 and 0 < self.gamma <= 1,
+            "--resume needs --out, the run folder to continue": bool(self.out) or not self.resume,
+        }  # fmt: skip
+        for message in (message for message, good in checks.items() if not good):
+            raise UserError(message)
+
+
+def _typed(name, value, kind):
+    """`value` as the field's type: ints pass as floats, nothing else is bent."""
+    if kind == list[str] and isinstance(value, list) and value:
+        return [_typed(name, item, str) for item in value]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind == list[str] or not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value != value:
+        raise UserError(f"{name} is {value!r}, expected {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def parse_config(argv):
+    """Defaults, then the --config file (or the run folder's config.json on --resume), then flags -> Config, run name."""
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
+    parser.error = _refuse
+    parser.add_argument("--config", metavar="FILE.json", help="saved overrides of the defaults")
+    for field in dataclasses.fields(Config):
+        kind = {bool: {"action": argparse.BooleanOptionalAction}, list[str]: {"nargs": "+"}}.get(
+            field.type, {"type": field.type})  # fmt: skip
+        parser.add_argument(f"--{field.name}", help=comments[field.name].replace("%", "%%"), **kind)
+    flags, unknown = parser.parse_known_args(argv)
+    names, flags = [field.name for field in dataclasses.fields(Config)], vars(flags)
+    _refuse_unknown([u.split("=")[0].lstrip("-") for u in unknown], names, "flag --")
+    file = flags.pop("config", None) or (f"{flags.get('out')}/config.json" if flags.get("resume") else None)
+    overrides = read_json(file) if file else {}
+    _refuse_unknown(overrides, names, f"{file}: unknown key ")
+    config = Config(**{**overrides, **flags})
+    return config, Path(file).parent.name if file else Path(config.model).name
+
+
+def _refuse(message):
+    raise UserError(f"{message}; see python train.py --help")
+
+
+def _refuse_unknown(given, known, where):
+    for name in (name for name in given if name not in known):
+        nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
+        raise UserError(f"{'unknown ' if where.startswith('flag') else ''}{where}{name}; the nearest known one is {nearest}")
+
+
+def learning_rate(config, step):
+    """Of optimiser step `step`, counted from 0: linear warm-up times cosine to 0. A function of the step alone."""
+    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    return config.lr * warmup * 0.5 * (1.0 + math.cos(math.pi * step / config.steps))
+
+
+def build_model(config, ranks, dtype):
+    """The sharded Qwen3 to train: each rank materialises and reads only the rows it holds. Collective."""
+    with torch.device("meta"):
+        model = Qwen3(Qwen3Config.from_json(f"{config.model}/config.json"), config.activation_checkpointing)
+    fsdp_utils.shard(model, dtype).to_empty(device=ranks.device)
+    load_weights(model, config.model, fsdp_utils.local_rows)
+    return model
+
+
+def load_data(config, note):
+    """-> tokenizer, (training problems, their prompts), (evaluation problems, their prompts). Errors before any work."""
+    limit = Qwen3Config.from_json(f"{config.model}/config.json").max_position_embeddings
+    if config.sequence_length > limit:
+        raise UserError(f"sequence_length {config.sequence_length} exceeds the model's {limit} positions ({config.model})")
+    tokenizer = data.Tokenizer(config.model)
+    options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
+    train, held_out = data.load_problems(config.train_data, note), data.load_problems(config.eval_data, note)
+    # a seeded choice, so that it mixes the files; the same one at every evaluation and in every run of this seed
+    chosen = data.problem_order(len(held_out), config.seed, epoch=-1)[: config.eval_problems or None]
+    held_out = [held_out[i] for i in chosen]
+    return (tokenizer, *(data.encode_problems(tokenizer, problems, config.sequence_length - 1, note, **options)
+                         for problems in (train, held_out)))  # fmt: skip
+
+
+def reward_of(a, config, step):
+    """The reward of one attempt, before discounting."""
+    if config.reward == "random":
+        return float(stream_key(config.seed, "reward", step, a.problem, a.sample) & 1)
+    return float(a.correct and (config.reward_cut or a.rollout.finish_reason == "stop"))
+
+
+def update(model, reference, optimizer, config, rollouts, advantages, step, ranks, valid_vocab):
+    """One optimiser step from all ranks' rollouts and their advantages (P, G) -> metrics, the same on all ranks."""
+    kept, denominator = rloo.select(advantages, config.kl_coef, config.filter_groups)
+    metrics = {"sequences_trained": len(kept), "lr": learning_rate(config, step)}
+    if not denominator:  # filter_groups left nothing: no step
+        return metrics
+    flat = advantages.flatten().tolist()
+    lengths = [len(rollouts[i].prompt) + len(rollouts[i].completion) - 1 for i in kept]
+    micro_batches = rloo.schedule(lengths, ranks.world, config.micro_batch_tokens)[ranks.rank]
+    members = [[kept[m] for m in micro_batch] for micro_batch in micro_batches]
+    batches = (rloo.pack([rollouts[i] for i in m], [flat[i] for i in m]).to(ranks.device) for m in members)
+    loss, entropy, log_ratios = rloo.backward(model, reference, batches, denominator, config.temperature, valid_vocab,
+                                              config.epsilon, config.kl_coef)  # fmt: skip
+    metrics["grad_norm"] = fsdp_utils.clip_grad_norm(model, config.grad_clip)
+    metrics["loss"], entropy = fsdp_utils.all_sum([loss, entropy])
+    log_ratios = torch.cat(fsdp_utils.all_gather_ragged(log_ratios))
+    metrics["entropy"] = entropy / max(1, len(log_ratios))
+    if not math.isfinite(metrics["grad_norm"]):
+        raise RuntimeError(f"step {step + 1}: the gradient norm is {metrics['grad_norm']}; the step was not taken")
+    for group in optimizer.param_groups:
+        group["lr"] = metrics["lr"]
+    optimizer.step()
+    optimizer.zero_grad()
+    return {**metrics, **rloo.gap_metrics(log_ratios, config.epsilon)}
+
+
+class Log:
+    """The run folder's records and the terminal: rank 0 writes, the others are silent."""
+
+    def __init__(self, config, folder, ranks, first):
+        self.config, self.folder, self.shown = config, folder, ranks.rank == 0
+        self.terminal = self.shown and sys.stderr.isatty()  # elsewhere a line a step reads better than a bar
+        self.bar = tqdm(total=config.steps, initial=first, unit="step", disable=not self.terminal, dynamic_ncols=True)
+        self.tracker = None
+        if config.wandb and self.shown:
+            self._guard(self._start_tracker)
+
+    def _start_tracker(self):
+        import wandb  # optional, and only here: training never needs it
+
+        self.tracker = wandb.init(project=self.config.wandb, name=self.folder.name, dir=str(self.folder),
+                                  config=dataclasses.asdict(self.config), settings=wandb.Settings(init_timeout=30))  # fmt: skip
+
+    def _guard(self, action):
+        try:
+            action()
+        except Exception as error:  # whatever a tracker does, training goes on: metrics.jsonl is the record
+            self.tracker = None
+            self.say(f"wandb is off: {type(error).__name__}: {error}".splitlines()[0])
+
+    def say(self, text):
+        """Prints a line above the progress bar."""
+        if self.shown:
+            tqdm.write(text)
+
+    def rollout_progress(self, total):
+        """The callback that shows how far sampling is, without moving the bar of steps."""
+        start, last = time.perf_counter(), [0.0]
+
+        def show(finished, tokens):
+            now = time.perf_counter()
+            if self.terminal and now - last[0] > 0.5:
+                last[0] = now
+                self.bar.set_postfix_str(f"sampling {finished}/{total}, {tokens / (now - start):,.0f} tok/s")
+
+        return show
+
+    def row(self, row, rollouts=()):
+        """Appends a row to metrics.jsonl (and lines to rollouts.jsonl), moves the bar, prints what matters."""
+        if not self.shown:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        with open(self.folder / "rollouts.jsonl", "a") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in rollouts)
+        if self.tracker:
+            self._guard(lambda: self.tracker.log(row, step=row["step"]))
+        if "reward" in row:
+            text = (f"reward {row['reward']:.3f}, length {row['length']:.0f}, grad {row.get('grad_norm', 0):.2f}, "
+                    f"{row['tokens_per_second']:,.0f} tok/s, {row['seconds']:.2f} s")  # fmt: skip
+            self.bar.set_postfix_str(text)
+            self.bar.update(1)
+            if not self.terminal:
+                print(f"step {row['step']:>5}  {text}", flush=True)
+        if "eval/pass@1" in row:
+            passes = "  ".join(f"{key[5:]} {value:.3f}" for key, value in row.items() if key.startswith("eval/pass@"))
+            self.say(f"step {row['step']:>5}  held-out {passes}")
+
+    def finish(self, seconds):
+        """Closes the bar and prints the curve, before and after."""
+        self.bar.close()
+        if self.tracker:
+            self._guard(self.tracker.finish)
+        if self.shown:
+            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
+            for step, value in curve:
+                print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
+            print(f"held-out pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {seconds:.0f} s; run folder {self.folder}\n"
+                  "(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")  # fmt: skip
+
+
+def save_checkpoint(config, folder, model, optimizer, step, fingerprint):
+    """Collective. state-NNNN to resume from, and step-NNNN, a bf16 folder that loads as any Hugging Face model."""
+    fsdp_utils.save_state(folder / f"state-{step:04d}", model, optimizer, {"step": step, "data": fingerprint})
+    export(fsdp_utils.full_tensors(model, torch.bfloat16), config.model, folder / f"step-{step:04d}")
+
+
+@exits_cleanly
+def main(argv=None):
+    """The command. Everything that can be wrong with the input is found before the first rollout."""
+    config, name = parse_config(argv)
+    begin = time.perf_counter()
+    ranks = fsdp_utils.init_distributed(config.device)
+    note = print if ranks.rank == 0 else (lambda text: None)
+    tokenizer, (problems, prompts), held_out = load_data(config, note)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
+        config.dtype, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)  # fmt: skip
+    model = build_model(config, ranks, dtype)
+    reference = build_model(config, ranks, dtype).requires_grad_(False) if config.kl_coef else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),
+                                  eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
+    with torch.device(ranks.device):  # a whole copy in compute dtype samples; its memory stays in place all run long
+        sampler = Qwen3(model.config).to(dtype).requires_grad_(False)
+    folder = Path(config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    saved = {**dataclasses.asdict(config), "out": "", "resume": False}
+    folder, state = fsdp_utils.open_run_folder(folder, config.resume, saved)
+    fingerprint, first = hashlib.sha256(json.dumps(prompts).encode()).hexdigest(), 0
+    if state:
+        facts = fsdp_utils.load_state(state, model, optimizer)
+        if facts["data"] != fingerprint:
+            raise UserError(f"{state}: was trained on other problems or prompts than --train_data gives now")
+        first = facts["step"]
+        if ranks.rank == 0:
+            fsdp_utils.cut_back([folder / "metrics.jsonl", folder / "rollouts.jsonl"], first)
+    fsdp_utils.copy_weights(model, sampler)
+    limits = dict(max_length=config.sequence_length, max_batch=config.max_batch,
+                  max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
+    log = Log(config, folder, ranks, first)
+    log.say(f"{ranks.world} x {ranks.device.type}, {dtype}, {sum(p.numel() for p in model.parameters()) / 1e6:,.2f} M parameters, "
+            f"{len(problems):,} training problems, run folder {folder}")  # fmt: skip
+
+    def held_out_metrics():
+        metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks, temperature=1.0, **limits)
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    if not state:
+        log.row({"step": 0, **held_out_metrics()})
+    groups = config.batch_size // config.group_size
+    for step in range(first, config.steps):
+        start = time.perf_counter()
+
+        # problems: the same ones on every rank
+        chosen = data.problems_of_step(len(problems), groups, config.seed, step)
+        step_prompts, answers = [prompts[i] for i in chosen], [problems[i].answer for i in chosen]
+
+        # rollouts, graded: each rank samples its share, then all ranks know all
+        mine = attempt(sampler, tokenizer, answers, step_prompts, config.group_size, (config.seed, step), ranks,
+                       temperature=config.temperature, progress=log.rollout_progress(config.batch_size), **limits)  # fmt: skip
+        attempts = exchange(mine)
+        for a in attempts:
+            a.rollout.prompt = step_prompts[a.problem]
+        rollout_seconds = time.perf_counter() - start
+
+        # rewards -> advantages
+        rewards = torch.tensor([reward_of(a, config, step) for a in attempts]).view(groups, config.group_size)
+        lengths = torch.tensor([len(a.rollout.completion) for a in attempts]).view(groups, config.group_size)
+        advantages = rloo.rloo_advantages(rloo.discounted(rewards, lengths, config.gamma), config.divide_by_std)
+
+        # one policy-gradient step, then the new weights go to the sampler
+        rollouts = [a.rollout for a in attempts]
+        metrics = update(model, reference, optimizer, config, rollouts, advantages, step, ranks, tokenizer.valid_vocab)
+        fsdp_utils.copy_weights(model, sampler)
+        seconds = time.perf_counter() - start
+
+        # records; row s holds update s, and the evaluation and checkpoint of the weights after it
+        row = {
+            "step": step + 1, "epoch": (step + 1) * groups / len(problems),
+            "reward": rewards.mean().item(), "groups_with_signal": advantages.any(1).double().mean().item(),
+            "length": lengths.double().mean().item(), "length_max": lengths.max().item(),
+            "cut": sum(a.rollout.finish_reason == "length" for a in attempts) / len(attempts),
+            **{f"grade/{reason}": sum(a.reason == reason for a in attempts) for reason in GRADES}, **metrics,
+            "seconds": seconds, "seconds_rollout": rollout_seconds, "seconds_update": seconds - rollout_seconds,
+            "tokens_per_second": lengths.sum().item() / rollout_seconds,
+            "memory_gb": fsdp_utils.all_max(fsdp_utils.peak_memory_gb(ranks.device)),
+        }  # fmt: skip
+        last = step + 1 == config.steps
+        if last or (step + 1) % config.eval_every == 0:
+            row |= held_out_metrics()
+        flat = zip(mine, (rewards.flatten()[a.problem * config.group_size + a.sample].item() for a in mine))
+        log.row(row, [
+            {"step": step + 1, "question": problems[chosen[a.problem]].question, "answer": answers[a.problem],
+             "completion": a.text, "reward": reward, "reason": a.reason, "tokens": len(a.rollout.completion),
+             "finish_reason": a.rollout.finish_reason} for a, reward in list(flat)[: config.log_rollouts]])  # fmt: skip
+        if config.save_every and (last or (step + 1) % config.save_every == 0):
+            save_checkpoint(config, folder, model, optimizer, step + 1, fingerprint)
+    log.finish(time.perf_counter() - begin)
+    fsdp_utils.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
