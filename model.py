@@ -60,6 +60,8 @@ class Qwen3Config:
     @classmethod
     def from_json(cls, path):
         """Reads a config.json (old spelling `rope_theta` or new `rope_parameters`). UserError if it is not a Qwen3."""
+        if not Path(path).is_file():
+            raise UserError(f"{path} not found: --model takes a checkpoint folder (hf download NAME --local-dir DIR)")
         raw = read_json(path)
         if raw.get("model_type") != "qwen3":
             raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, this project runs 'qwen3' only")
@@ -123,8 +125,7 @@ class PackedAttention:
     """
 
     def __init__(self, cu_seqlens, device="cpu"):
-        self.cu_seqlens = cu_seqlens
-        self.max_seqlen = max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:]))
+        self.lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
         on_gpu = torch.device(device).type == "cuda"
         self.boundaries = torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if on_gpu else None
 
@@ -132,11 +133,11 @@ class PackedAttention:
         """q (T, H, Dh), k and v (T, K, Dh) -> (T, H, Dh)."""
         if self.boundaries is not None and q.dtype != torch.float32 and (flash_attn_varlen_func or varlen_attn):
             return self._flash(q, k, v)
-        rows = zip(self.cu_seqlens, self.cu_seqlens[1:])
-        return torch.cat([_causal(q[a:b], k[a:b], v[a:b]) for a, b in rows])
+        # split, not slices: the backward of a slice fills and adds a whole (T, H, Dh), once a sequence
+        return torch.cat([_causal(*qkv) for qkv in zip(*(x.split(self.lengths) for x in (q, k, v)))])
 
     def _flash(self, q, k, v):
-        bounds, longest = self.boundaries, self.max_seqlen
+        bounds, longest = self.boundaries, max(self.lengths)
         if flash_attn_varlen_func:
             return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True)
         if q.shape[1] != k.shape[1]:  # varlen_attn's own enable_gqa came after torch 2.11; repeating works everywhere
@@ -147,7 +148,8 @@ class PackedAttention:
 def _causal(q, k, v):
     # (n, heads, Dh) -> (1, heads, n, Dh); q and k have equal length, so is_causal's top-left mask is the right one
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])[0].transpose(0, 1)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 def rope(positions, config, dtype):
@@ -304,10 +306,10 @@ def _check_names(model_dir, parameters, where):
     missing = sorted(set(parameters) - set(shapes))
     unexpected = sorted(set(where) - set(parameters))
     wrong = [n for n in shapes if n in parameters and shapes[n] != tuple(parameters[n].shape)]
-    problems = [f"{label} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''} ({len(names)})"
-                for label, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong)) if names]
+    problems = [f"{len(names)} {label} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+                for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", wrong)) if names]
     if problems:
-        raise UserError(f"{model_dir}: weights do not fit config.json: {'; '.join(problems)}")
+        raise UserError(f"{model_dir}: the weights do not fit config.json: {', '.join(problems)}")
 
 
 def tensor_files(model_dir):
@@ -357,7 +359,7 @@ def _write_shard(folder, number, shard):
 
 
 def export(tensors, source_dir, folder):
-    """A checkpoint folder that loads as it is in transformers and here: `tensors`, with config and tokenizer of the source.
+    """Writes a checkpoint folder that loads in transformers and here: `tensors`, config and tokenizer of the source.
 
     tensors: (name, bf16 tensor) pairs of all parameters, perhaps a generator that must be exhausted on every process
     and yields None for tensors on those that do not write. The folder appears under its name complete or not at all.

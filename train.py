@@ -34,13 +34,18 @@ from rollout import stream_key
 GRADES = ("right", "wrong", "no answer", "unparsable", "timeout")  # the grader's verdicts, counted in every row
 
 
+def files(*names):
+    """A dataclass default that is a list of file names."""
+    return dataclasses.field(default_factory=lambda: list(names))
+
+
 @dataclasses.dataclass
 class Config:
-    """The reference recipe. Names of one line are flags; the comment beside each is its --help."""
+    """The reference recipe. Each field is a flag, and the comment beside it the flag's help."""
 
     model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder: config.json, tokenizer files, safetensors
-    train_data: list[str] = dataclasses.field(default_factory=lambda: ["gsm8k_train.jsonl", "math_train.jsonl"])  # problem files (JSONL), mixed
-    eval_data: list[str] = dataclasses.field(default_factory=lambda: ["gsm8k_test.jsonl", "math_500.jsonl"])  # held-out problem files
+    train_data: list[str] = files("gsm8k_train.jsonl", "math_train.jsonl")  # problem files (JSONL), shuffled together
+    eval_data: list[str] = files("gsm8k_test.jsonl", "math_500.jsonl")  # held-out problem files
     out: str = ""  # run folder; empty: a new one under runs/
     resume: bool = False  # continue the run in --out from its newest checkpoint
     seed: int = 0  # of the problem order and of every rollout's random stream
@@ -89,7 +94,7 @@ class Config:
             "group_size must be at least 2: the baseline is the mean of the others": self.group_size >= 2,
             f"batch_size {self.batch_size} must be a multiple of group_size {self.group_size}":
                 self.batch_size > 0 and self.group_size > 0 and self.batch_size % self.group_size == 0,
-            f"micro_batch_tokens {self.micro_batch_tokens} must hold a sequence of sequence_length {self.sequence_length}":
+            f"micro_batch_tokens {self.micro_batch_tokens} must be at least sequence_length {self.sequence_length}":
                 self.micro_batch_tokens >= self.sequence_length >= 2,
             "temperature must be above 0 while training": 0 < self.temperature < math.inf,
             'reward must be "correct" or "random"': self.reward in ("correct", "random"),
@@ -99,8 +104,8 @@ class Config:
                 and max(self.adam_beta1, self.adam_beta2) < 1,
             "steps, eval_every, eval_samples and max_batch must be at least 1":
                 min(self.steps, self.eval_every, self.eval_samples, self.max_batch) >= 1,
-            "lr, warmup_steps, weight_decay, epsilon, kl_coef, max_new_tokens, eval_problems, save_every and log_rollouts "
-            "must not be negative":
+            "lr, warmup_steps, weight_decay, epsilon, kl_coef, max_new_tokens, eval_problems, save_every and "
+            "log_rollouts must not be negative":
                 min(self.lr, self.warmup_steps, self.weight_decay, self.epsilon, self.kl_coef, self.max_new_tokens,
                     self.eval_problems, self.save_every, self.log_rollouts) >= 0,
             "grad_clip must be above 0, gamma in 0..1": self.grad_clip > 0 and 0 < self.gamma <= 1,
@@ -122,7 +127,7 @@ def _typed(name, value, kind):
 
 
 def parse_config(argv):
-    """Defaults, then the --config file (or the run folder's config.json on --resume), then flags -> Config, run name."""
+    """Defaults, then --config (or the run folder's own config.json on --resume), then flags -> (Config, run name)."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
@@ -134,7 +139,7 @@ def parse_config(argv):
         parser.add_argument(f"--{field.name}", help=comments[field.name].replace("%", "%%"), **kind)
     flags, unknown = parser.parse_known_args(argv)
     names, flags = [field.name for field in dataclasses.fields(Config)], vars(flags)
-    _refuse_unknown([u.split("=")[0].lstrip("-") for u in unknown], names, "flag --")
+    _refuse_unknown([u.split("=")[0].lstrip("-") for u in unknown], names, "unknown flag --")
     file = flags.pop("config", None) or (f"{flags.get('out')}/config.json" if flags.get("resume") else None)
     overrides = read_json(file) if file else {}
     _refuse_unknown(overrides, names, f"{file}: unknown key ")
@@ -149,7 +154,7 @@ def _refuse(message):
 def _refuse_unknown(given, known, where):
     for name in (name for name in given if name not in known):
         nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
-        raise UserError(f"{'unknown ' if where.startswith('flag') else ''}{where}{name}; the nearest known one is {nearest}")
+        raise UserError(f"{where}{name}; did you mean {nearest}?")
 
 
 def learning_rate(config, step):
@@ -168,10 +173,10 @@ def build_model(config, ranks, dtype):
 
 
 def load_data(config, note):
-    """-> tokenizer, (training problems, their prompts), (evaluation problems, their prompts). Errors before any work."""
+    """-> tokenizer, (training problems, their prompts), (held-out problems, their prompts)."""
     limit = Qwen3Config.from_json(f"{config.model}/config.json").max_position_embeddings
     if config.sequence_length > limit:
-        raise UserError(f"sequence_length {config.sequence_length} exceeds the model's {limit} positions ({config.model})")
+        raise UserError(f"sequence_length {config.sequence_length} exceeds the {limit} positions of {config.model}")
     tokenizer = data.Tokenizer(config.model)
     options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
     train, held_out = data.load_problems(config.train_data, note), data.load_problems(config.eval_data, note)
@@ -229,8 +234,9 @@ class Log:
     def _start_tracker(self):
         import wandb  # optional, and only here: training never needs it
 
+        settings = wandb.Settings(init_timeout=30)  # seconds
         self.tracker = wandb.init(project=self.config.wandb, name=self.folder.name, dir=str(self.folder),
-                                  config=dataclasses.asdict(self.config), settings=wandb.Settings(init_timeout=30))  # fmt: skip
+                                  config=dataclasses.asdict(self.config), settings=settings)  # fmt: skip
 
     def _guard(self, action):
         try:
@@ -244,15 +250,15 @@ class Log:
         if self.shown:
             tqdm.write(text)
 
-    def rollout_progress(self, total):
-        """The callback that shows how far sampling is, without moving the bar of steps."""
+    def rollout_progress(self):
+        """A callback for `generate` that shows how far this rank's sampling is, without moving the bar of steps."""
         start, last = time.perf_counter(), [0.0]
 
         def show(finished, tokens):
             now = time.perf_counter()
             if self.terminal and now - last[0] > 0.5:
                 last[0] = now
-                self.bar.set_postfix_str(f"sampling {finished}/{total}, {tokens / (now - start):,.0f} tok/s")
+                self.bar.set_postfix_str(f"sampled {finished}, {tokens / (now - start):,.0f} tok/s")
 
         return show
 
@@ -287,7 +293,8 @@ class Log:
             curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
             for step, value in curve:
                 print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
-            print(f"held-out pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {seconds:.0f} s; run folder {self.folder}\n"
+            before, after = curve[0][1], curve[-1][1]
+            print(f"held-out pass@1 {before:.3f} -> {after:.3f} in {seconds:.0f} s; records in {self.folder}\n"
                   "(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")  # fmt: skip
 
 
@@ -328,11 +335,13 @@ def main(argv=None):
     limits = dict(max_length=config.sequence_length, max_batch=config.max_batch,
                   max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
     log = Log(config, folder, ranks, first)
-    log.say(f"{ranks.world} x {ranks.device.type}, {dtype}, {sum(p.numel() for p in model.parameters()) / 1e6:,.2f} M parameters, "
-            f"{len(problems):,} training problems, run folder {folder}")  # fmt: skip
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    log.say(f"{ranks.world} x {ranks.device.type}, {dtype}, {size:,.2f} M parameters, {len(problems):,} problems")
+    log.say(f"run folder {folder}")
 
     def held_out_metrics():
-        metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks, temperature=1.0, **limits)
+        metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks,
+                           temperature=1.0, **limits)  # fmt: skip
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     if not state:
@@ -347,7 +356,7 @@ def main(argv=None):
 
         # rollouts, graded: each rank samples its share, then all ranks know all
         mine = attempt(sampler, tokenizer, answers, step_prompts, config.group_size, (config.seed, step), ranks,
-                       temperature=config.temperature, progress=log.rollout_progress(config.batch_size), **limits)  # fmt: skip
+                       temperature=config.temperature, progress=log.rollout_progress(), **limits)  # fmt: skip
         attempts = exchange(mine)
         for a in attempts:
             a.rollout.prompt = step_prompts[a.problem]
