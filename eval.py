@@ -37,7 +37,7 @@ class Attempt:
 
 
 def share(problems, samples, rank, world):
-    """This rank's part of problems x samples attempts: {problem: [samples]}. Contiguous, so that groups stay together."""
+    """This rank's part of problems x samples attempts: {problem: [samples]}. Contiguous: groups stay together."""
     total = problems * samples
     part = {}
     for index in range(total * rank // world, total * (rank + 1) // world):
@@ -67,13 +67,14 @@ def attempt(model, tokenizer, answers, prompts, samples, key, ranks, **sampling)
 
 
 def exchange(attempts):
-    """Collective. Every rank's attempts (in global order) -> all attempts, on every rank. Texts and prompts stay home."""
+    """Collective. Every rank's attempts (in global order) -> all attempts, on every rank, without texts and prompts."""
     reasons = sorted(set("\n".join(fsdp_utils.gather_text("\n".join({a.reason for a in attempts}))).split("\n")))
     whole, real = [], []
     for a in attempts:
         done = a.rollout
         stopped = done.finish_reason == "stop"
-        whole += [a.problem, a.sample, a.correct, reasons.index(a.reason), stopped, len(done.completion), *done.completion]
+        whole += [a.problem, a.sample, a.correct, reasons.index(a.reason), stopped, len(done.completion)]
+        whole += done.completion
         real += done.logprobs
     numbers = torch.cat(fsdp_utils.all_gather_ragged(torch.tensor(whole, dtype=torch.long))).tolist()
     logprobs = torch.cat(fsdp_utils.all_gather_ragged(torch.tensor(real, dtype=torch.float32))).tolist()
@@ -87,24 +88,25 @@ def exchange(attempts):
 
 
 def pass_at_k(samples, correct, k):
-    """Unbiased chance that at least one of k samples is right (Chen et al. 2021, eq. 1), from `correct` of `samples`."""
+    """Chance that one of k samples is right, unbiased, from `correct` of `samples` (Chen et al. 2021, eq. 1)."""
     if not 1 <= k <= samples:
         raise UserError(f"pass@{k} needs at least {k} samples a problem, there are {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def evaluate(model, tokenizer, problems, prompts, samples, seed, ranks, **sampling):
-    """Collective. -> {"pass@1", "pass@2", "pass@4", ... up to `samples`, "length", "cut", "no_answer"}, the same on all ranks.
+    """Collective. -> {"pass@1", "pass@2", "pass@4", ..., "length", "cut", "no_answer"}, the same on all ranks.
 
-    pass@k is the mean over problems of the per-problem estimate; length is in tokens; cut and no_answer are shares of
-    the attempts that hit a length limit and that hold no answer.
+    pass@k (up to `samples`) is the mean over problems of the per-problem estimate; length is in tokens; cut and
+    no_answer are shares of the attempts that hit a length limit and that hold no answer.
     """
     answers = [problem.answer for problem in problems]
     attempts = attempt(model, tokenizer, answers, prompts, samples, (seed, "eval"), ranks, **sampling)
     correct = [0] * len(problems)
     for a in attempts:
         correct[a.problem] += a.correct
-    facts = [(len(a.rollout.completion), a.rollout.finish_reason == "length", a.reason == "no answer") for a in attempts]
+    done = [a.rollout for a in attempts]
+    facts = [(len(d.completion), d.finish_reason == "length", a.reason == "no answer") for d, a in zip(done, attempts)]
     sums = [sum(column) for column in zip(*facts)] or [0, 0, 0]
     total = fsdp_utils.all_sum([*sums, *correct])
     names = ("length", "cut", "no_answer")
@@ -197,9 +199,10 @@ def main(argv=None):
             name, _, path = entry.partition("=")
             problems = data.load_problems([path])[: args.limit]
             problems, prompts = data.encode_problems(tokenizer, problems, limit - 1, **options)
-            bar, update = progress_bar(len(share(len(prompts), args.samples, 0, ranks.world)) * args.samples, name, ranks.rank == 0)
+            bar, update = progress_bar(len(prompts) * args.samples // ranks.world, name, ranks.rank == 0)
             with bar:
-                metrics = evaluate(model, tokenizer, problems, prompts, args.samples, args.seed, ranks, progress=update, **sampling)
+                metrics = evaluate(model, tokenizer, problems, prompts, args.samples, args.seed, ranks,
+                                   progress=update, **sampling)  # fmt: skip
             rows.append((name, len(problems), metrics))
         if ranks.rank == 0:
             print(table(rows))
@@ -213,7 +216,8 @@ def complete(model, tokenizer, args, ranks, options, sampling):
     prompt = tokenizer.encode_prompt(args.prompt, **options)
     keys = [[stream_key(args.seed, "prompt", sample) for sample in range(args.samples)]]
     start = time.perf_counter()
-    rollouts = generate(model, [prompt], keys, stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab, **sampling)
+    ids = dict(stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab)
+    rollouts = generate(model, [prompt], keys, **ids, **sampling)
     seconds = time.perf_counter() - start
     for number, rollout in enumerate(rollouts):
         print(f"--- sample {number}: {len(rollout.completion)} tokens, {rollout.finish_reason}")

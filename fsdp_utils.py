@@ -103,7 +103,7 @@ def fsdp_modules(model):
 
 
 def local_rows(parameter):
-    """A sharded parameter -> (this rank's tensor, the slice of rows it holds): FSDP2 cuts dimension 0 as torch.chunk."""
+    """A sharded parameter -> (this rank's tensor, the slice of rows it holds). FSDP2 cuts rows as torch.chunk does."""
     size = -(-parameter.shape[0] // dist.get_world_size())
     start = min(dist.get_rank() * size, parameter.shape[0])
     local = parameter.to_local()
@@ -129,7 +129,7 @@ def copy_weights(model, sampler):
 
 
 def full_tensors(model, dtype):
-    """Collective, a generator: (name, full tensor on the host in `dtype`) one at a time; only rank 0 gets the tensor."""
+    """Collective, a generator: (name, full tensor on the host in `dtype`), one at a time; None on all but rank 0."""
     for name, parameter in model.named_parameters():
         full = parameter.detach().to(dtype).full_tensor()
         yield name, full.cpu() if dist.get_rank() == 0 else None
@@ -188,7 +188,7 @@ def clip_grad_norm(model, max_norm):
 
 
 def open_run_folder(folder, resume, config):
-    """Collective. Creates a run folder, or finds the newest training state of the one to resume -> (folder, state or None).
+    """Collective. Creates a run folder, or finds the newest state of the one to resume -> (folder, state or None).
 
     config: a JSON-able dict, saved as config.json. Rank 0 decides and tells the others (its clock may have named the
     folder), so that all go on or all raise UserError.

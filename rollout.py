@@ -89,28 +89,36 @@ def _truncate(logits, top_k, top_p):
     return logits
 
 
-class DenseCache:
-    """Keys and values of B rows, one (B, K, S, Dh) tensor each a layer. Live rows are the first ones; S grows on need.
+def round_up(n):
+    """The next multiple of 16, the step in which rows and cache slots are counted."""
+    return -(-n // 16) * 16
 
-    Memory is zero-filled: a masked slot still enters a product, and 0 x garbage may be NaN.
+
+class DenseCache:
+    """Keys and values of B rows, one (B, K, S, Dh) tensor each a layer. The live rows are the first ones.
+
+    B and S follow the need. Memory is zero-filled: a masked slot still enters a product, and 0 x garbage may be NaN.
     """
 
-    def __init__(self, config, rows, device, dtype):
-        self.shape = (rows, config.num_key_value_heads, config.head_dim)
-        self.scale, self.capacity = config.head_dim**-0.5, 0
-        self.keys, self.values = [
-            [torch.zeros(rows, self.shape[1], 0, self.shape[2], device=device, dtype=dtype)
-             for _ in range(config.num_hidden_layers)] for _ in range(2)]  # fmt: skip
+    def __init__(self, config, device, dtype):
+        self.rows, self.capacity, self.scale = 0, 0, config.head_dim**-0.5
+        empty = torch.zeros(0, config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
+        self.keys, self.values = [[empty] * config.num_hidden_layers for _ in range(2)]
 
-    def reserve(self, length, live):
-        """Makes room for `length` tokens a row, keeping the first `live` rows. Layer by layer: no second cache at once."""
-        if length <= self.capacity:
+    def reserve(self, rows, length, live):
+        """Makes room for `rows` rows of `length` tokens, keeping the first `live`. By layers: never two caches at once.
+
+        Growing longer gives up the rows that are gone: what few long sequences are left when most have finished cost
+        no more than themselves.
+        """
+        if rows <= self.rows and length <= self.capacity:
             return
-        self.capacity = -(-max(length, self.capacity * 3 // 2) // 16) * 16
-        rows, heads, dim = self.shape
+        if length > self.capacity:
+            self.rows, self.capacity = round_up(rows), round_up(max(length, self.capacity * 3 // 2))
+        self.rows = max(self.rows, round_up(rows))
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
-                store[layer] = old.new_zeros(rows, heads, self.capacity, dim)
+                store[layer] = old.new_zeros(self.rows, old.shape[1], self.capacity, old.shape[3])
                 store[layer][:live, :, : old.shape[2]] = old[:live]
 
     def move(self, source, target):
@@ -155,7 +163,7 @@ class _Sampler:
         self.stop_ids, self.draw = frozenset(stop_ids), draw
         weight = model.head_weight
         self.device = weight.device
-        self.cache = DenseCache(model.config, -(-slots // 16) * 16, self.device, weight.dtype)
+        self.cache = DenseCache(model.config, self.device, weight.dtype)
         self.keys = [key for group in keys for key in group]
         self.rollouts = [Rollout(prompt) for prompt, group in zip(prompts, keys) for _ in group]
         starts = [0]
@@ -165,7 +173,7 @@ class _Sampler:
         self.rows = []  # rows[i]: the sequence in cache row i
         self.drawn = 0  # tokens sampled so far
         self.tokens, self.lengths, self.streams = (
-            torch.zeros(self.cache.shape[0], dtype=torch.long, device=self.device) for _ in range(3))  # fmt: skip
+            torch.zeros(round_up(slots), dtype=torch.long, device=self.device) for _ in range(3))  # fmt: skip
 
     def admit(self):
         """Prefills waiting prompts while their groups fit. A group larger than all slots together comes in parts."""
@@ -187,7 +195,7 @@ class _Sampler:
 
     def _prefill(self, tokens, cu_seqlens, groups):
         sizes = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
-        self.cache.reserve(max(sizes), groups[0].start)
+        self.cache.reserve(len(self.rows), max(sizes), groups[0].start)
         positions = [position for size in sizes for position in range(size)]
         attend = self.cache.prefill(cu_seqlens, groups)
         hidden = self.model(self._long(tokens), self._long(positions), attend)
@@ -203,7 +211,7 @@ class _Sampler:
         live = len(self.rows)
         # rows and span are padded to multiples of 16: matrix products then give a row the same bits in every batch.
         # The padding rows hold the old tokens of finished sequences, harmless and unread.
-        padded, span = -(-live // 16) * 16, -(-self.longest // 16) * 16
+        padded, span = round_up(live), round_up(self.longest)
         lengths = self.lengths[:padded].clamp(max=span - 1)
         hidden = self.model(self.tokens[:padded], lengths, self.cache.decode(lengths, span))
         self.lengths[:live] += 1
@@ -227,7 +235,7 @@ class _Sampler:
             self._remove(row)
         self.drawn += len(tokens)
         self.longest = max((self._length(s) for s in self.rows), default=0)  # the newest token is not in the cache yet
-        self.cache.reserve(self.longest, len(self.rows))
+        self.cache.reserve(len(self.rows), self.longest, len(self.rows))
 
     def _length(self, sequence):
         return len(self.rollouts[sequence].prompt) + len(self.rollouts[sequence].completion)

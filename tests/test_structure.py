@@ -144,6 +144,6 @@ def test_only_the_standard_library_and_what_requirements_name():
     """requirements.txt is what a user installs; torch brings jinja2, and what is optional is imported in a try or late."""
     named = {re.split(r"[=<>~!\[ ]", line)[0].lower() for line in (ROOT / "requirements.txt").read_text().split("\n")}
     known = {*named, "jinja2", *FLOW, *sys.stdlib_module_names}
-    optional = {"flash_attn", "wandb"}
+    optional = {"flash_attn", "wandb", "sympy"}
     roots = {name.split(".")[0] for path in SOURCES for name in imported(path)}
     assert roots - known <= optional, roots - known
