@@ -30,6 +30,8 @@ MARK = "\ufdd0"  # a Unicode noncharacter, so no template looks for it
 
 @dataclass(frozen=True)
 class Problem:
+    """One row of a data set: what is asked, and what counts as right."""
+
     question: str
     answer: str  # the reference answer alone, as the file writes it
     level: str | None = None

@@ -125,6 +125,15 @@ def load_model(model_dir, device, dtype):
     return model.eval().requires_grad_(False)
 
 
+def load_tokenizer(model_dir, config):
+    """The Tokenizer of a checkpoint folder; UserError if it has more ids than the model has rows."""
+    tokenizer = data.Tokenizer(model_dir)
+    if tokenizer.valid_vocab > config.vocab_size:
+        ids, rows = tokenizer.valid_vocab, config.vocab_size
+        raise UserError(f"{model_dir}: the tokenizer has {ids} ids, the model only {rows} rows")
+    return tokenizer
+
+
 def progress_bar(total, description, shown):
     """A tqdm bar over finished completions and the callback that `generate` moves it with."""
     bar = tqdm(total=total, desc=description, unit="seq", disable=not shown, leave=False, dynamic_ncols=True)
@@ -148,20 +157,24 @@ def parse(argv):
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0, help="0: all")
     parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--sequence_length", type=int, default=8192, help="prompt + completion, tokens")
+    parser.add_argument("--sequence_length", type=int, default=0, help="prompt + completion; 0: 8192, or what fits")
     parser.add_argument("--max_new_tokens", type=int, default=0, help="0: what the sequence length leaves")
     parser.add_argument("--max_batch", type=int, default=256, help="sequences decoding together, a process")
     parser.add_argument("--thinking", action="store_true", help="let the model think (Qwen3's enable_thinking)")
     parser.add_argument("--system", help="system prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]}; see python eval.py --help")
     if bool(args.prompt) == bool(args.data):
         raise UserError("give either --data NAME=FILE ... or --prompt TEXT")
-    if args.samples < 1 or (args.limit is not None and args.limit < 1):
-        raise UserError("--samples and --limit must be at least 1")
-    if args.temperature < 0 or args.top_k < 0 or not 0 <= args.top_p <= 1:
-        raise UserError("--temperature and --top_k must not be negative, --top_p must lie in 0..1")
+    if min(args.samples, args.max_batch, 1 if args.limit is None else args.limit) < 1:
+        raise UserError("--samples, --max_batch and --limit must be at least 1")
+    if min(args.max_new_tokens, args.sequence_length, args.top_k) < 0 or not 0 <= args.top_p <= 1:
+        raise UserError("--max_new_tokens, --sequence_length and --top_k must not be negative, --top_p in 0..1")
+    if not (args.temperature == 0 or 1e-3 <= args.temperature <= 1e3):
+        raise UserError("--temperature must be 0 (greedy) or lie in 0.001..1000")
     if wrong := [entry for entry in args.data if not all(entry.partition("="))]:
         raise UserError(f"--data {wrong[0]}: expected NAME=FILE")
     return args
@@ -186,9 +199,13 @@ def main(argv=None):
     args = parse(argv)
     ranks = fsdp_utils.init_distributed(args.device)
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    tokenizer, model = data.Tokenizer(args.model), load_model(args.model, ranks.device, dtype)
+    model = load_model(args.model, ranks.device, dtype)
+    tokenizer, positions = load_tokenizer(args.model, model.config), model.config.max_position_embeddings
     options = {"system": args.system, "thinking": args.thinking}
-    limit = args.sequence_length
+    limit = args.sequence_length or min(8192, positions)
+    if limit > positions:
+        raise UserError(f"--sequence_length {limit} exceeds the {positions} positions of {args.model}")
+    note = print if ranks.rank == 0 else (lambda text: None)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_batch=args.max_batch,
                     max_length=limit, max_new_tokens=args.max_new_tokens or limit)  # fmt: skip
     if args.prompt:
@@ -197,8 +214,8 @@ def main(argv=None):
         rows = []
         for entry in args.data:
             name, _, path = entry.partition("=")
-            problems = data.load_problems([path])[: args.limit]
-            problems, prompts = data.encode_problems(tokenizer, problems, limit - 1, **options)
+            problems = data.load_problems([path], note)[: args.limit]
+            problems, prompts = data.encode_problems(tokenizer, problems, limit - 1, note, **options)
             bar, update = progress_bar(len(prompts) * args.samples // ranks.world, name, ranks.rank == 0)
             with bar:
                 metrics = evaluate(model, tokenizer, problems, prompts, args.samples, args.seed, ranks,
@@ -214,6 +231,8 @@ def complete(model, tokenizer, args, ranks, options, sampling):
     if ranks.rank:
         return
     prompt = tokenizer.encode_prompt(args.prompt, **options)
+    if len(prompt) >= sampling["max_length"]:
+        raise UserError(f"the prompt's {len(prompt)} tokens leave no room in a sequence of {sampling['max_length']}")
     keys = [[stream_key(args.seed, "prompt", sample) for sample in range(args.samples)]]
     start = time.perf_counter()
     ids = dict(stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab)

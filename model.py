@@ -93,8 +93,8 @@ class Qwen3Config:
 def _config_value(path, values, name, kind):
     defaults = {"initializer_range": 0.02}
     value = values.get(name, defaults.get(name))
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    good = {bool: isinstance(value, bool), float: number, int: number and value == value // 1 and abs(value) < 2**48}
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**48
+    good = {bool: isinstance(value, bool), float: number, int: number and value == value // 1}
     if not good[kind]:
         raise UserError(f"{path}: {name} is {value!r}, expected {'a ' + kind.__name__}")
     return kind(value)
@@ -366,6 +366,7 @@ def export(tensors, source_dir, folder):
     """
     folder, source = Path(folder), Path(source_dir)
     temporary = folder.with_name(folder.name + ".tmp")
+    tensors = iter(tensors)
     first = next(tensors)
     if first[1] is None:
         return sum(0 for _ in tensors)  # takes part in every gather, keeps nothing

@@ -73,6 +73,7 @@ def sample(logits, temperature, uniforms, valid_vocab=None, top_k=0, top_p=1.0):
     # rounding may bring u * end up to end itself, and the search past the last id: stay one step below
     threshold = torch.minimum(uniforms * end, torch.nextafter(end, torch.zeros_like(end)))
     tokens = torch.searchsorted(cdf, threshold[:, None], right=True)  # first id whose CDF exceeds it: its p is > 0
+    tokens.clamp_(max=logprobs.shape[-1] - 1)  # changes rows of NaN only: their log-prob then says so
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
@@ -209,8 +210,9 @@ class _Sampler:
     def decode(self):
         """One token for every live row."""
         live = len(self.rows)
-        # rows and span are padded to multiples of 16: matrix products then give a row the same bits in every batch.
-        # The padding rows hold the old tokens of finished sequences, harmless and unread.
+        # rows and span are padded to multiples of 16: matrix products then give a row the same bits in every batch, and
+        # so does silu where intermediate_size is a multiple of 32, as Qwen3's are. The padding rows hold the old tokens
+        # of finished sequences, harmless and unread.
         padded, span = round_up(live), round_up(self.longest)
         lengths = self.lengths[:padded].clamp(max=span - 1)
         hidden = self.model(self.tokens[:padded], lengths, self.cache.decode(lengths, span))
@@ -224,6 +226,8 @@ class _Sampler:
         self.tokens[rows] = tokens
         finished = []
         for row, token, logprob in zip(range(rows.start, rows.stop), tokens.tolist(), logprobs.tolist()):
+            if logprob != logprob:
+                raise FloatingPointError("the model's logits are not finite: its weights are damaged")
             rollout = self.rollouts[self.rows[row]]
             rollout.completion.append(token)
             rollout.logprobs.append(logprob)
@@ -265,6 +269,7 @@ def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, s
     """
     assert len(prompts) == len(keys), (len(prompts), len(keys))
     limits = [min(max_new_tokens, max_length - len(prompt)) for prompt, group in zip(prompts, keys) for _ in group]
+    assert max_batch >= 1, max_batch
     assert all(prompts) and min(limits, default=1) >= 1, "every prompt needs a token, and room for a completion"
     if not limits:
         return []

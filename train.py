@@ -27,7 +27,7 @@ import data
 import fsdp_utils
 import rloo
 from errors import UserError, exits_cleanly
-from eval import attempt, evaluate, exchange
+from eval import attempt, evaluate, exchange, load_tokenizer
 from model import Qwen3, Qwen3Config, export, load_weights, read_json
 from rollout import stream_key
 
@@ -96,7 +96,7 @@ class Config:
                 self.batch_size > 0 and self.group_size > 0 and self.batch_size % self.group_size == 0,
             f"micro_batch_tokens {self.micro_batch_tokens} must be at least sequence_length {self.sequence_length}":
                 self.micro_batch_tokens >= self.sequence_length >= 2,
-            "temperature must be above 0 while training": 0 < self.temperature < math.inf,
+            "temperature must lie in 0.001..1000 while training": 1e-3 <= self.temperature <= 1e3,
             'reward must be "correct" or "random"': self.reward in ("correct", "random"),
             'dtype must be "auto", "bfloat16" or "float32"': self.dtype in ("auto", "bfloat16", "float32"),
             'device must be "auto", "cuda" or "cpu"': self.device in ("auto", "cuda", "cpu"),
@@ -174,10 +174,10 @@ def build_model(config, ranks, dtype):
 
 def load_data(config, note):
     """-> tokenizer, (training problems, their prompts), (held-out problems, their prompts)."""
-    limit = Qwen3Config.from_json(f"{config.model}/config.json").max_position_embeddings
-    if config.sequence_length > limit:
+    architecture = Qwen3Config.from_json(f"{config.model}/config.json")
+    if config.sequence_length > (limit := architecture.max_position_embeddings):
         raise UserError(f"sequence_length {config.sequence_length} exceeds the {limit} positions of {config.model}")
-    tokenizer = data.Tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, architecture)
     options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
     train, held_out = data.load_problems(config.train_data, note), data.load_problems(config.eval_data, note)
     # a seeded choice, so that it mixes the files; the same one at every evaluation and in every run of this seed
@@ -293,9 +293,8 @@ class Log:
             curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
             for step, value in curve:
                 print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
-            before, after = curve[0][1], curve[-1][1]
-            print(f"held-out pass@1 {before:.3f} -> {after:.3f} in {seconds:.0f} s; records in {self.folder}\n"
-                  "(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")  # fmt: skip
+            print(f"held-out pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {seconds:.0f} s; see {self.folder}")
+            print("(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")
 
 
 def save_checkpoint(config, folder, model, optimizer, step, fingerprint):
@@ -336,8 +335,7 @@ def main(argv=None):
                   max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
     log = Log(config, folder, ranks, first)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    log.say(f"{ranks.world} x {ranks.device.type}, {dtype}, {size:,.2f} M parameters, {len(problems):,} problems")
-    log.say(f"run folder {folder}")
+    log.say(f"{folder}: {ranks.world} x {ranks.device.type}, {dtype}, {size:,.2f} M weights, {len(prompts):,} problems")
 
     def held_out_metrics():
         metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks,

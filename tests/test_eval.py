@@ -285,6 +285,10 @@ def test_three_processes_exchange_and_print_the_same_table(folder, tmp_path, cap
     [], ["--prompt", "x", "--data", "a=b"], ["--data", "file.jsonl"], ["--data", "=file"], ["--data", "a=b", "c="],
     ["--prompt", "x", "--samples", "0"], ["--data", "a=b", "--limit", "0"], ["--prompt", "x", "--temperature", "-1"],
     ["--prompt", "x", "--top_k", "-1"], ["--prompt", "x", "--top_p", "1.5"], ["--prompt", "x", "--top_p", "nan"],
+    # each of these once hung, crashed or was silently accepted
+    ["--prompt", "x", "--max_batch", "0"], ["--data", "a=b", "--max_new_tokens", "-5"], ["--prompt", "x", "--flag"],
+    ["--prompt", "x", "--temperature", "nan"], ["--prompt", "x", "--temperature", "1e-40"],
+    ["--prompt", "x", "--sequence_length", "-1"],
 ])  # fmt: skip
 def test_wrong_options_are_user_errors(options):
     with pytest.raises(UserError) as caught:
@@ -294,6 +298,7 @@ def test_wrong_options_are_user_errors(options):
 
 @pytest.mark.parametrize("change, named", [
     (["--model", "nowhere"], "nowhere"), (["--data", "a=missing.jsonl"], "missing.jsonl"), (["--data", "nofile"], "NAME=FILE"),
+    (["--sequence_length", "100000"], "100000"), (["--sequence_length", "3"], "2 of 2 problems skipped"),
 ])  # fmt: skip
 def test_mistake_is_one_line_and_exit_code_2(folder, change, named):
     done = subprocess.run([sys.executable, eval_file.__file__, *command(folder, "short"), *change],

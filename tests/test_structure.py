@@ -19,6 +19,7 @@ FLOW = {  # design.md, section 1: who may import which project file
     "errors": set(),
     "model": {"errors"},
     "grader": set(),
+    "meaning": {"grader"},  # grader.py's child process
     "fsdp_utils": {"errors"},
     "data": {"errors", "grader"},
     "rollout": {"errors", "model"},

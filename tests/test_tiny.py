@@ -14,16 +14,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from data import INSTRUCTION, Tokenizer, load_problems  # noqa: E402
-from eval import load_model  # noqa: E402
-from grader import grade  # noqa: E402
-from rollout import generate  # noqa: E402
-from tiny import make, problems  # noqa: E402
+from data import INSTRUCTION, Tokenizer, load_problems
+from eval import load_model
+from grader import grade
+from rollout import generate
+from tiny import make, problems
 
 TINY, MODEL = ROOT / "tiny", ROOT / "tiny" / "model"
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-STRANGE = ["  two  blanks", "naïve 中文 🙂 \x07", "a\r\n\n\n\tb", "I'LL pay 12,345.60$ (5%)", "\\boxed\\boxed{{", "assistants"]
+STRANGE = ["  two  blanks", "naïve 中文 🙂 \x07", "a\r\n\n\n\tb", "I'LL pay 12,345.60$ (5%)", "\\boxed{{", "assistants"]
 
 
 def tree(text):

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data import INSTRUCTION, Tokenizer, load_problems  # noqa: E402
-from eval import attempt, pass_at_k  # noqa: E402
-from fsdp_utils import Ranks  # noqa: E402
-from model import Qwen3, Qwen3Config, load_weights, save_weights  # noqa: E402
-from tiny.problems import careless, demonstration, distinct, draw_split, row  # noqa: E402
+from data import INSTRUCTION, Tokenizer, load_problems
+from eval import attempt, pass_at_k
+from fsdp_utils import Ranks
+from model import Qwen3, Qwen3Config, load_weights, save_weights
+from tiny.problems import careless, demonstration, distinct, draw_split, row
 
 HERE = Path(__file__).resolve().parent
 PARTS = ["tokenizer", "problems", "clean", "careless"]
@@ -184,8 +184,9 @@ def held_out(model, folder, problems, samples=16):
     """{k: pass@k} of the model at temperature 1 on the first `problems` problems of the test.jsonl beside `folder`."""
     tokenizer, chosen = Tokenizer(folder), load_problems([str(folder.parent / "test.jsonl")])[:problems]
     prompts = tokenizer.encode_prompts([problem.question for problem in chosen])
-    attempts = attempt(model, tokenizer, [problem.answer for problem in chosen], prompts, samples, ("warm start",),
-                       Ranks(0, 1, torch.device("cpu")), temperature=1.0, max_new_tokens=48, max_length=128)  # fmt: skip
+    answers, alone = [problem.answer for problem in chosen], Ranks(0, 1, torch.device("cpu"))
+    attempts = attempt(model, tokenizer, answers, prompts, samples, ("warm start",), alone,
+                       temperature=1.0, max_new_tokens=48, max_length=96)  # fmt: skip
     correct = [0] * len(chosen)
     for a in attempts:
         correct[a.problem] += a.correct

@@ -6,7 +6,6 @@ canonical form is the same for every commuted way to write it.
 """
 
 import hashlib
-import random
 from dataclasses import dataclass
 
 LIMIT = 50  # of operands and of the middle result
