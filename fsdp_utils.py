@@ -70,10 +70,14 @@ def reproducible_matmul():
 
 
 def set_threads(processes):
-    """Gives this process 1/processes of the cores. torchrun's own default of OMP_NUM_THREADS=1 is overridden."""
-    asked = os.environ.get("OMP_NUM_THREADS", "1")
+    """Gives this process 1/processes of the cores, unless the user set OMP_NUM_THREADS.
+
+    torchrun sets it to 1 when it starts several processes and the user did not: that 1 is overridden.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 1 else max(1, cores // processes))
+    by_user = asked.isdigit() and int(asked) > (1 if processes > 1 else 0)
+    torch.set_num_threads(int(asked) if by_user else max(1, cores // processes))
 
 
 def shutdown():
@@ -214,10 +218,16 @@ def open_run_folder(folder, resume, config):
 
 
 def cut_back(files, step):
-    """Removes from JSONL files the rows of later steps than `step`, which are about to be run again."""
+    """Removes from JSONL files the rows of later steps than `step`, which are about to be run again.
+
+    A last line without its end is what a killed run leaves of a row: it goes too.
+    """
     for path in (path for path in files if path.exists()):
         lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
 
 
 def save_state(folder, model, optimizer, facts):

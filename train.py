@@ -109,7 +109,6 @@ class Config:
                 min(self.lr, self.warmup_steps, self.weight_decay, self.epsilon, self.kl_coef, self.max_new_tokens,
                     self.eval_problems, self.save_every, self.log_rollouts) >= 0,
             "grad_clip must be above 0, gamma in 0..1": self.grad_clip > 0 and 0 < self.gamma <= 1,
-            "--resume needs --out, the run folder to continue": bool(self.out) or not self.resume,
         }  # fmt: skip
         for message in (message for message, good in checks.items() if not good):
             raise UserError(message)
@@ -119,11 +118,11 @@ def _typed(name, value, kind):
     """`value` as the field's type: ints pass as floats, nothing else is bent."""
     if kind == list[str] and isinstance(value, list) and value:
         return [_typed(name, item, str) for item in value]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind == list[str] or not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value != value:
+    if type(value) in (int, float) and not abs(value) < 2**63:  # NaN and infinity too
+        raise UserError(f"{name} is {value}, expected a finite number")
+    if type(value) is not kind and (kind, type(value)) != (float, int):
         raise UserError(f"{name} is {value!r}, expected {getattr(kind, '__name__', kind)}")
-    return value
+    return kind(value)
 
 
 def parse_config(argv):
@@ -140,7 +139,9 @@ def parse_config(argv):
     flags, unknown = parser.parse_known_args(argv)
     names, flags = [field.name for field in dataclasses.fields(Config)], vars(flags)
     _refuse_unknown([u.split("=")[0].lstrip("-") for u in unknown], names, "unknown flag --")
-    file = flags.pop("config", None) or (f"{flags.get('out')}/config.json" if flags.get("resume") else None)
+    if flags.get("resume") and not flags.get("out"):
+        raise UserError("--resume needs --out, the run folder to continue")
+    file = flags.pop("config", None) or (f"{flags['out']}/config.json" if flags.get("resume") else None)
     overrides = read_json(file) if file else {}
     _refuse_unknown(overrides, names, f"{file}: unknown key ")
     config = Config(**{**overrides, **flags})
@@ -154,7 +155,7 @@ def _refuse(message):
 def _refuse_unknown(given, known, where):
     for name in (name for name in given if name not in known):
         nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
-        raise UserError(f"{where}{name}; did you mean {nearest}?")
+        raise UserError(f"{where}{name} (nearest: {nearest}); python train.py --help lists all")
 
 
 def learning_rate(config, step):
@@ -289,7 +290,7 @@ class Log:
         if self.tracker:
             self._guard(self.tracker.finish)
         if self.shown:
-            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
             curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
             for step, value in curve:
                 print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
@@ -306,8 +307,7 @@ def save_checkpoint(config, folder, model, optimizer, step, fingerprint):
 @exits_cleanly
 def main(argv=None):
     """The command. Everything that can be wrong with the input is found before the first rollout."""
-    config, name = parse_config(argv)
-    begin = time.perf_counter()
+    begin, (config, name) = time.perf_counter(), parse_config(argv)
     ranks = fsdp_utils.init_distributed(config.device)
     note = print if ranks.rank == 0 else (lambda text: None)
     tokenizer, (problems, prompts), held_out = load_data(config, note)
