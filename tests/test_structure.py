@@ -148,3 +148,11 @@ def test_only_the_standard_library_and_what_requirements_name():
     optional = {"flash_attn", "wandb", "sympy"}
     roots = {name.split(".")[0] for path in SOURCES for name in imported(path)}
     assert roots - known <= optional, roots - known
+
+
+def test_the_readme_counts_lines_as_they_are():
+    rows = re.findall(r"^\| `([\w./]+)` \|.*\| (\d+) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert {name for name, _ in rows} >= {path.name for path in SOURCES}
+    for name, lines in rows:
+        counted = (ROOT / name).read_text(encoding="utf-8").count("\n")
+        assert counted == int(lines), f"README.md says {lines} lines for {name}, it has {counted}"
