@@ -20,7 +20,7 @@ import data
 import fsdp_utils
 import grader
 from errors import UserError, exits_cleanly
-from model import Qwen3, Qwen3Config, load_weights
+from model import Qwen3Config, empty_model, load_weights
 from rollout import Rollout, generate, stream_key
 
 
@@ -68,12 +68,11 @@ def attempt(model, tokenizer, answers, prompts, samples, key, ranks, **sampling)
 
 def exchange(attempts):
     """Collective. Every rank's attempts (in global order) -> all attempts, on every rank, without texts and prompts."""
-    reasons = sorted(set("\n".join(fsdp_utils.gather_text("\n".join({a.reason for a in attempts}))).split("\n")))
     whole, real = [], []
     for a in attempts:
         done = a.rollout
         stopped = done.finish_reason == "stop"
-        whole += [a.problem, a.sample, a.correct, reasons.index(a.reason), stopped, len(done.completion)]
+        whole += [a.problem, a.sample, a.correct, grader.REASONS.index(a.reason), stopped, len(done.completion)]
         whole += done.completion
         real += done.logprobs
     numbers = torch.cat(fsdp_utils.all_gather_ragged(torch.tensor(whole, dtype=torch.long))).tolist()
@@ -82,7 +81,7 @@ def exchange(attempts):
     while i < len(numbers):
         problem, sample, correct, reason, stopped, n = numbers[i : i + 6]
         rollout = Rollout([], numbers[i + 6 : i + 6 + n], logprobs[j : j + n], "stop" if stopped else "length")
-        result.append(Attempt(problem, sample, rollout, "", bool(correct), reasons[reason]))
+        result.append(Attempt(problem, sample, rollout, "", bool(correct), grader.REASONS[reason]))
         i, j = i + 6 + n, j + n
     return result
 
@@ -98,7 +97,8 @@ def evaluate(model, tokenizer, problems, prompts, samples, seed, ranks, **sampli
     """Collective. -> {"pass@1", "pass@2", "pass@4", ..., "length", "cut", "no_answer"}, the same on all ranks.
 
     pass@k (up to `samples`) is the mean over problems of the per-problem estimate; length is in tokens; cut and
-    no_answer are shares of the attempts that hit a length limit and that hold no answer.
+    no_answer are shares of the attempts that hit a length limit and that hold no answer. The random streams depend on
+    `seed` alone: two checkpoints are compared on the same draws.
     """
     answers = [problem.answer for problem in problems]
     attempts = attempt(model, tokenizer, answers, prompts, samples, (seed, "eval"), ranks, **sampling)
@@ -119,10 +119,15 @@ def evaluate(model, tokenizer, problems, prompts, samples, seed, ranks, **sampli
 
 def load_model(model_dir, device, dtype):
     """A plain, unsharded Qwen3 with the weights of a checkpoint folder, for sampling."""
-    with torch.device(device):
-        model = Qwen3(Qwen3Config.from_json(f"{model_dir}/config.json")).to(dtype)
+    model = empty_model(Qwen3Config.from_json(f"{model_dir}/config.json"), device, dtype)
     load_weights(model, model_dir)
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def check_grader():
+    """UserError unless the grader's child process runs here: without it right answers would pass for wrong ones."""
+    if not grader.is_equivalent(r"\sqrt{8}", r"2\sqrt{2}"):
+        raise UserError("the grader cannot run its child process (is sympy installed? python meaning.py says why)")
 
 
 def load_tokenizer(model_dir, config):
@@ -148,11 +153,13 @@ def progress_bar(total, description, shown):
 
 def parse(argv):
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # fmt: skip
+    parser.error = _refuse
     parser.add_argument("--model", required=True, help="checkpoint folder")
     parser.add_argument("--data", nargs="+", default=[], metavar="NAME=FILE", help="problem files (JSONL)")
     parser.add_argument("--prompt", help="print completions of this question instead of a table")
-    parser.add_argument("--samples", type=int, default=4, help="completions a problem")
+    parser.add_argument("--samples", type=int, help="completions a problem (default 32), or of --prompt (default 4)")
     parser.add_argument("--limit", type=int, help="only the first so many problems of each file")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0, help="0: all")
@@ -162,11 +169,14 @@ def parse(argv):
     parser.add_argument("--max_batch", type=int, default=256, help="sequences decoding together, a process")
     parser.add_argument("--thinking", action="store_true", help="let the model think (Qwen3's enable_thinking)")
     parser.add_argument("--system", help="system prompt")
+    parser.add_argument("--instruction", default=data.INSTRUCTION, help="stands before the question in the user turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"unknown argument {unknown[0]}; see python eval.py --help")
+    if args.samples is None:
+        args.samples = 4 if args.prompt else 32
     if bool(args.prompt) == bool(args.data):
         raise UserError("give either --data NAME=FILE ... or --prompt TEXT")
     if min(args.samples, args.max_batch, 1 if args.limit is None else args.limit) < 1:
@@ -178,6 +188,10 @@ def parse(argv):
     if wrong := [entry for entry in args.data if not all(entry.partition("="))]:
         raise UserError(f"--data {wrong[0]}: expected NAME=FILE")
     return args
+
+
+def _refuse(message):
+    raise UserError(f"{message}; see python eval.py --help")
 
 
 def table(rows):
@@ -201,7 +215,7 @@ def main(argv=None):
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     model = load_model(args.model, ranks.device, dtype)
     tokenizer, positions = load_tokenizer(args.model, model.config), model.config.max_position_embeddings
-    options = {"system": args.system, "thinking": args.thinking}
+    options = {"system": args.system, "thinking": args.thinking, "instruction": args.instruction}
     limit = args.sequence_length or min(8192, positions)
     if limit > positions:
         raise UserError(f"--sequence_length {limit} exceeds the {positions} positions of {args.model}")
@@ -211,6 +225,7 @@ def main(argv=None):
     if args.prompt:
         complete(model, tokenizer, args, ranks, options, sampling)
     else:
+        check_grader()
         rows = []
         for entry in args.data:
             name, _, path = entry.partition("=")

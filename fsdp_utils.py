@@ -12,13 +12,14 @@ import os
 import resource
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -172,8 +173,8 @@ def gather_text(text):
 
 
 def gradients(model):
-    """This rank's shards of the gradients, as plain tensors. After the first backward every parameter has one."""
-    return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
+    """This rank's shards of the gradients, as plain tensors. After a backward every parameter has one."""
+    return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
 @torch.no_grad()
@@ -191,11 +192,18 @@ def clip_grad_norm(model, max_norm):
     return norm
 
 
-def open_run_folder(folder, resume, config):
+def clock(device):
+    """Seconds (time.perf_counter) after everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def open_run_folder(folder, resume):
     """Collective. Creates a run folder, or finds the newest state of the one to resume -> (folder, state or None).
 
-    config: a JSON-able dict, saved as config.json. Rank 0 decides and tells the others (its clock may have named the
-    folder), so that all go on or all raise UserError.
+    Rank 0 decides and tells the others (its clock may have named the folder), so that all go on or all raise UserError.
+    The folder must be visible to all ranks: on several machines, on a file system they share.
     """
     state, error = None, ""
     if dist.get_rank() == 0:
@@ -208,13 +216,22 @@ def open_run_folder(folder, resume, config):
         else:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "config.json").write_text(json.dumps(config, indent=1))
+                (folder / "metrics.jsonl").touch()
             except OSError as failure:
                 error = f"{folder}: cannot write the run folder ({failure.strerror})"
     folder, state, error = json.loads(gather_text(json.dumps([str(folder), state, error]))[0])
     if error:
         raise UserError(error)
     return Path(folder), state and Path(state)
+
+
+def begin_run(folder, config, step):
+    """Rank 0 saves the JSON-able dict `config` as config.json and cuts the records back to `step`. Not collective."""
+    if dist.get_rank() == 0:
+        temporary = folder / "config.json.tmp"
+        temporary.write_text(json.dumps(config, indent=1))
+        temporary.replace(folder / "config.json")
+        cut_back([folder / "metrics.jsonl", folder / "rollouts.jsonl"], step)
 
 
 def cut_back(files, step):
@@ -258,8 +275,18 @@ def save_state(folder, model, optimizer, facts):
 
 
 def load_state(folder, model, optimizer):
-    """Collective. Restores what `save_state` wrote, on any number of ranks; returns its `facts`."""
-    folder = Path(folder)
+    """Collective. Restores what `save_state` wrote, on any number of ranks; returns its `facts`.
+
+    UserError if the state is damaged or belongs to a model of another shape.
+    """
+    try:
+        return _load_state(Path(folder), model, optimizer)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder}: cannot be resumed from with this model ({reason})") from error
+
+
+def _load_state(folder, model, optimizer):
     facts = json.loads((folder / "state.json").read_text())
     files = [safe_open(folder / f"rank-{rank:05d}.safetensors", "pt") for rank in range(facts["world"])]
     for name, parameter in model.named_parameters():
@@ -285,6 +312,8 @@ def _read_rows(files, name, parameter):
         if start < stop:
             local[start - rows.start : stop - rows.start].copy_(saved[start - offset : stop - offset])
         offset += length
+    if offset != parameter.shape[0]:
+        raise ValueError(f"{name} has {offset} rows, the model's has {parameter.shape[0]}")
 
 
 def peak_memory_gb(device):

@@ -30,6 +30,7 @@ from fractions import Fraction
 MAX_CHARS, MAX_TOKENS = 1000, 400       # of an answer that is parsed; beyond them only the same string is right
 MAX_BITS, MAX_FACTORIAL = 60_000, 5000  # of exact numbers: 2004! has 19,000 bits
 CPU_SECONDS, WALL_SECONDS = 0.3, 60     # of a comparison; the second only for a child that never gets to run
+REASONS = ("right", "wrong", "no answer", "unparsable", "timeout")
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meaning.py")
 CHILDREN, CHILD_BYTES = 4, 1 << 30      # of each process; sympy itself needs 0.2 GB of address space
 

@@ -126,6 +126,7 @@ class PackedAttention:
 
     def __init__(self, cu_seqlens, device="cpu"):
         self.lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
+        self.longest = max(self.lengths)
         on_gpu = torch.device(device).type == "cuda"
         self.boundaries = torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if on_gpu else None
 
@@ -137,7 +138,7 @@ class PackedAttention:
         return torch.cat([_causal(*qkv) for qkv in zip(*(x.split(self.lengths) for x in (q, k, v)))])
 
     def _flash(self, q, k, v):
-        bounds, longest = self.boundaries, max(self.lengths)
+        bounds, longest = self.boundaries, self.longest
         if flash_attn_varlen_func:
             return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True)
         if q.shape[1] != k.shape[1]:  # varlen_attn's own enable_gqa came after torch 2.11; repeating works everywhere
@@ -241,13 +242,16 @@ class Qwen3(nn.Module):
         cos, sin = rope(positions, self.config, x.dtype)
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, attend)
         return self.model.norm(x)
 
     def logits(self, hidden):
-        """hidden (..., D) -> fp32 logits (..., V). Sampling only: the trainer's head is rloo.py's, in chunks."""
+        """hidden (N, D) -> fp32 logits (N, V), for sampling: the trainer's head is in rloo.py, in chunks.
+
+        16-bit CUDA products have no gradient.
+        """
         return matmul_fp32(hidden, self.head_weight)
 
     @torch.no_grad()
@@ -264,12 +268,19 @@ class Qwen3(nn.Module):
 
 
 def matmul_fp32(x, weight):
-    """x (..., D) @ weight (N, D).T with an fp32 result. No gradient through the 16-bit CUDA form."""
+    """x (N, D) @ weight (M, D).T -> (N, M) in fp32. No gradient through the 16-bit CUDA form."""
     if x.dtype == torch.float32:
         return F.linear(x, weight)
     if x.is_cuda:  # bf16 operands, fp32 accumulation AND output: rounding logits to bf16 would cost 3 digits
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
+
+
+def empty_model(config, device, dtype):
+    """A Qwen3 for sampling, with memory but no values yet: nothing is drawn at random only to be overwritten."""
+    with torch.device("meta"):
+        model = Qwen3(config)
+    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
 
 
 def load_weights(model, model_dir, shard=lambda parameter: (parameter, slice(None))):
@@ -369,7 +380,9 @@ def export(tensors, source_dir, folder):
     tensors = iter(tensors)
     first = next(tensors)
     if first[1] is None:
-        return sum(0 for _ in tensors)  # takes part in every gather, keeps nothing
+        for _ in tensors:  # takes part in every gather, keeps nothing
+            pass
+        return
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_weights(itertools.chain([first], tensors), temporary)

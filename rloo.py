@@ -14,7 +14,9 @@ import torch
 from model import PackedAttention, matmul_fp32
 from rollout import Rollout
 
-CHUNK_ELEMENTS = 2**24  # logits held at once by the head: 64 MiB a tensor in fp32, three of them at the peak
+# logits held at once by the head, fp32: 64 MiB a tensor on CPU, 1 GiB on GPUs (each chunk also costs a pass over the
+# gradient of the whole head); three such tensors at the peak
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 
 
 def discounted(rewards, lengths, gamma):
@@ -51,14 +53,14 @@ def select(advantages, kl_coef=0.0, filter_groups=False):
     return run.flatten().nonzero()[:, 0].tolist(), advantages.numel()
 
 
-def schedule(lengths, ranks, max_tokens):
+def schedule(lengths, world, max_tokens):
     """Splits sequences of the given lengths over ranks and micro-batches: plan[rank][micro_batch] = [indices].
 
     Longest first to the least loaded rank (Graham 1969), then first-fit decreasing into micro-batches of at most
     max_tokens (a longer sequence gets one of its own). Every rank has the same number of micro-batches, at least one;
     those without work are empty. A pure function: every rank computes the whole plan and takes its row.
     """
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]
+    loads, shares = [0] * world, [[] for _ in range(world)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
         loads[rank] += lengths[index]
@@ -112,10 +114,11 @@ def pack(rollouts, advantages):
     columns, cu_seqlens = ([], [], [], [], [], []), [0]
     for rollout, advantage in zip(rollouts, advantages):
         assert len(rollout.completion) == len(rollout.logprobs) >= 1, "every completion token needs its log-prob"
-        sequence, prompt, n = rollout.prompt + rollout.completion, len(rollout.prompt) - 1, len(rollout.completion)
+        # the first token of the prompt is nobody's target: one untrained target less than prompt tokens
+        sequence, untrained, n = rollout.prompt + rollout.completion, len(rollout.prompt) - 1, len(rollout.completion)
         for column, values in zip(columns, (
-            sequence[:-1], sequence[1:], range(prompt + n), [False] * prompt + [trained] * n,
-            [0.0] * prompt + [advantage] * n, [0.0] * prompt + rollout.logprobs,
+            sequence[:-1], sequence[1:], range(untrained + n), [False] * untrained + [trained] * n,
+            [0.0] * untrained + [advantage] * n, [0.0] * untrained + rollout.logprobs,
         )):  # fmt: skip
             column.extend(values)
         cu_seqlens.append(len(columns[0]))
@@ -173,14 +176,14 @@ def _add_product(total, a, b):
         total.addmm_(a.float(), b.float())
 
 
-def token_logprobs(model, batch, temperature, valid_vocab, chunk_elements=CHUNK_ELEMENTS):
+def token_logprobs(model, batch, temperature, valid_vocab, chunk_elements=None):
     """PackedBatch -> logprobs (T,) with gradient and entropy (T,) without, fp32, both 0 where loss_mask is False.
 
     The distribution is the sampler's: tempered, over the ids below valid_vocab only. model may be sharded.
     """
     hidden = model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.tokens.device))
     trained = batch.loss_mask.nonzero()[:, 0]  # (N,)
-    chunk = max(1, chunk_elements // valid_vocab)
+    chunk = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.device.type]) // valid_vocab)
     values = _HeadLogprobs.apply(
         hidden[trained], model.head_weight, batch.targets[trained], temperature, valid_vocab, chunk
     )
@@ -221,13 +224,16 @@ def backward(model, reference, batches, denominator, temperature, valid_vocab, e
         part = loss(logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, denominator,
                     epsilon, kl_coef, ref_logprobs)  # fmt: skip
         part.backward()
-        total_loss, total_entropy = total_loss + part.item(), total_entropy + entropy.sum().item()
-        log_ratios.append((logprobs.detach() - batch.rollout_logprobs)[batch.loss_mask].cpu())
-    return total_loss, total_entropy, torch.cat(log_ratios)
+        total_loss, total_entropy = total_loss + part.detach(), total_entropy + entropy.sum()
+        log_ratios.append((logprobs.detach() - batch.rollout_logprobs)[batch.loss_mask])
+    return float(total_loss), float(total_entropy), torch.cat(log_ratios).cpu()
 
 
 def gap_metrics(log_ratios, epsilon):
-    """log_ratios (N,): trainer's minus sampler's log-prob of every trained token -> how far the two disagree."""
+    """log_ratios (N,): trainer's minus sampler's log-prob of every trained token -> how far the two disagree.
+
+    effective_sample_share: (sum rho)^2 / (N sum rho^2) of the ratios before truncation, 1 when the two agree.
+    """
     if not len(log_ratios):
         return {}
     gap, ratio = log_ratios.double().abs(), log_ratios.double().exp()
@@ -235,6 +241,6 @@ def gap_metrics(log_ratios, epsilon):
         "logprob_gap_mean": gap.mean().item(),
         "logprob_gap_p95": gap.kthvalue(max(1, round(0.95 * len(gap)))).values.item(),
         "logprob_gap_max": gap.max().item(),
-        "truncated_ratio": (ratio > 1.0 + epsilon).double().mean().item(),
-        "effective_sample_size": (ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)).item(),
+        "truncated_share": (ratio > 1.0 + epsilon).double().mean().item(),
+        "effective_sample_share": (ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)).item(),
     }

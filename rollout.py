@@ -78,7 +78,7 @@ def sample(logits, temperature, uniforms, valid_vocab=None, top_k=0, top_p=1.0):
 
 
 def _truncate(logits, top_k, top_p):
-    """-inf outside the top_k most likely ids, then outside the smallest set that holds probability top_p (Holtzman)."""
+    """-inf outside the top_k likeliest ids (ties stay), then outside the smallest set of probability top_p (Holtzman)."""
     if top_k and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1.0:
@@ -143,17 +143,40 @@ class DenseCache:
         """`attend` for one new token in each of the first B rows, which hold lengths (B,) < span tokens already."""
         rows = torch.arange(len(lengths), device=lengths.device)
         future = torch.arange(span, device=lengths.device) > lengths[:, None]  # (B, span)
-        bias = torch.zeros_like(future, dtype=self.keys[0].dtype).masked_fill_(future, -torch.inf)[:, None, None]
+        bias = torch.zeros_like(future, dtype=torch.float32).masked_fill_(future, -torch.inf)[:, None, None]
 
         def attend(layer, q, k, v):
             keys, values = self.keys[layer], self.values[layer]
             keys[rows, :, lengths], values[rows, :, lengths] = k, v
             keys, values = keys[: len(rows), :, :span], values[: len(rows), :, :span]
-            q = q.unflatten(1, (k.shape[1], -1)) * self.scale  # (B, K, H/K, Dh): no copy of keys for grouped queries
+            q = q.unflatten(1, (k.shape[1], -1))  # (B, K, H/K, Dh): no copy of keys for grouped queries
             # plain products, not scaled_dot_product_attention: their result does not depend on the number of threads
-            return ((q @ keys.mT + bias).softmax(-1) @ values).flatten(1, 2)  # (B, H, Dh)
+            scores = torch.add(bias, _product_fp32(q, keys.mT), alpha=self.scale)
+            return (scores.softmax(-1).to(values.dtype) @ values).flatten(1, 2)  # (B, H, Dh)
 
         return attend
+
+
+def _product_fp32(a, b):
+    """a (B, K, n, Dh) @ b (B, K, Dh, S) in fp32: scores rounded to 16 bits would drive sampler and trainer apart."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    return a.float() @ b.float()
+
+
+def affordable_rows(config, length, device, dtype):
+    """How many rows of `length` tokens the dense cache can hold: on CUDA in 70 % of the free memory, else any number.
+
+    Growing copies a layer at a time and scores need room as well: the rest is theirs. Not a budget that saves a run
+    from everything, but no row count is ever started that the longest completions could not finish.
+    """
+    if device.type != "cuda":
+        return 2**31
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return max(16, int(0.7 * free) // (token * length) // 16 * 16)
 
 
 class _Sampler:
@@ -265,7 +288,7 @@ def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, s
     model: a plain (not sharded) Qwen3 on its device. keys[p]: the `stream_key` of each sample of prompt p. A completion
     ends with a stop token, after max_new_tokens, or when prompt + completion reaches max_length. At most max_batch rows
     decode together; the others wait and join as rows finish. progress(finished, tokens so far), if given, is called
-    after every decode step.
+    after every decode step. FloatingPointError if the logits are not finite.
     """
     assert len(prompts) == len(keys), (len(prompts), len(keys))
     limits = [min(max_new_tokens, max_length - len(prompt)) for prompt, group in zip(prompts, keys) for _ in group]
@@ -277,7 +300,9 @@ def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, s
     def draw(logits, uniforms):
         return sample(logits, temperature, uniforms, valid_vocab, top_k, top_p)
 
-    sampler = _Sampler(model, prompts, keys, limits, min(max_batch, len(limits)), stop_ids, draw)
+    weight, longest = model.head_weight, max(len(prompt) for prompt in prompts) + max(limits)
+    rows = min(max_batch, len(limits), affordable_rows(model.config, longest, weight.device, weight.dtype))
+    sampler = _Sampler(model, prompts, keys, limits, rows, stop_ids, draw)
     while sampler.waiting or sampler.rows:
         sampler.admit()
         if sampler.rows:  # every new row may have ended with its first token

@@ -25,13 +25,12 @@ from tqdm import tqdm
 
 import data
 import fsdp_utils
+import grader
 import rloo
 from errors import UserError, exits_cleanly
-from eval import attempt, evaluate, exchange, load_tokenizer
-from model import Qwen3, Qwen3Config, export, load_weights, read_json
+from eval import attempt, check_grader, evaluate, exchange, load_tokenizer
+from model import Qwen3, Qwen3Config, empty_model, export, load_weights, read_json
 from rollout import stream_key
-
-GRADES = ("right", "wrong", "no answer", "unparsable", "timeout")  # the grader's verdicts, counted in every row
 
 
 def files(*names):
@@ -43,9 +42,9 @@ def files(*names):
 class Config:
     """The reference recipe. Each field is a flag, and the comment beside it the flag's help."""
 
-    model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder: config.json, tokenizer files, safetensors
+    model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder (not a hub name): config.json, tokenizer files, safetensors
     train_data: list[str] = files("gsm8k_train.jsonl", "math_train.jsonl")  # problem files (JSONL), shuffled together
-    eval_data: list[str] = files("gsm8k_test.jsonl", "math_500.jsonl")  # held-out problem files
+    eval_data: list[str] = files("gsm8k_test.jsonl", "math_500.jsonl")  # held-out problem files, pooled
     out: str = ""  # run folder; empty: a new one under runs/
     resume: bool = False  # continue the run in --out from its newest checkpoint
     seed: int = 0  # of the problem order and of every rollout's random stream
@@ -81,10 +80,10 @@ class Config:
     device: str = "auto"  # "cuda" or "cpu"
 
     eval_every: int = 50  # steps between evaluations; there is one at start and at the end too
-    eval_problems: int = 256  # problems of each; 0: all
+    eval_problems: int = 256  # problems an evaluation, drawn from all files; 0: all
     eval_samples: int = 4  # completions a problem, at temperature 1
-    save_every: int = 200  # steps between checkpoints; there is one at the end too; 0: none
-    log_rollouts: int = 16  # completions of each step written to rollouts.jsonl
+    save_every: int = 200  # steps between checkpoints (14 bytes a weight each), one at the end too; 0: none
+    log_rollouts: int = 16  # completions of each step written to rollouts.jsonl, spread over rank 0's
     wandb: str = ""  # Weights & Biases project; empty: off
 
     def __post_init__(self):
@@ -138,14 +137,14 @@ def parse_config(argv):
         parser.add_argument(f"--{field.name}", help=comments[field.name].replace("%", "%%"), **kind)
     flags, unknown = parser.parse_known_args(argv)
     names, flags = [field.name for field in dataclasses.fields(Config)], vars(flags)
-    _refuse_unknown([u.split("=")[0].lstrip("-") for u in unknown], names, "unknown flag --")
+    _refuse_unknown(unknown[:1], [f"--{name}" for name in names], "unknown argument ")
     if flags.get("resume") and not flags.get("out"):
         raise UserError("--resume needs --out, the run folder to continue")
     file = flags.pop("config", None) or (f"{flags['out']}/config.json" if flags.get("resume") else None)
     overrides = read_json(file) if file else {}
     _refuse_unknown(overrides, names, f"{file}: unknown key ")
     config = Config(**{**overrides, **flags})
-    return config, Path(file).parent.name if file else Path(config.model).name
+    return config, Path(file).resolve().parent.name if file else Path(config.model).name
 
 
 def _refuse(message):
@@ -211,7 +210,8 @@ def update(model, reference, optimizer, config, rollouts, advantages, step, rank
     metrics["grad_norm"] = fsdp_utils.clip_grad_norm(model, config.grad_clip)
     metrics["loss"], entropy = fsdp_utils.all_sum([loss, entropy])
     log_ratios = torch.cat(fsdp_utils.all_gather_ragged(log_ratios))
-    metrics["entropy"] = entropy / max(1, len(log_ratios))
+    if len(log_ratios):
+        metrics["entropy"] = entropy / len(log_ratios)
     if not math.isfinite(metrics["grad_norm"]):
         raise RuntimeError(f"step {step + 1}: the gradient norm is {metrics['grad_norm']}; the step was not taken")
     for group in optimizer.param_groups:
@@ -300,8 +300,8 @@ class Log:
 
 def save_checkpoint(config, folder, model, optimizer, step, fingerprint):
     """Collective. state-NNNN to resume from, and step-NNNN, a bf16 folder that loads as any Hugging Face model."""
-    fsdp_utils.save_state(folder / f"state-{step:04d}", model, optimizer, {"step": step, "data": fingerprint})
     export(fsdp_utils.full_tensors(model, torch.bfloat16), config.model, folder / f"step-{step:04d}")
+    fsdp_utils.save_state(folder / f"state-{step:04d}", model, optimizer, {"step": step, "data": fingerprint})
 
 
 @exits_cleanly
@@ -311,42 +311,41 @@ def main(argv=None):
     ranks = fsdp_utils.init_distributed(config.device)
     note = print if ranks.rank == 0 else (lambda text: None)
     tokenizer, (problems, prompts), held_out = load_data(config, note)
+    check_grader()
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
         config.dtype, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)  # fmt: skip
     model = build_model(config, ranks, dtype)
     reference = build_model(config, ranks, dtype).requires_grad_(False) if config.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),
                                   eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
-    with torch.device(ranks.device):  # a whole copy in compute dtype samples; its memory stays in place all run long
-        sampler = Qwen3(model.config).to(dtype).requires_grad_(False)
+    sampler = empty_model(model.config, ranks.device, dtype)  # a whole copy; its memory stays in place all run long
     folder = Path(config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    saved = {**dataclasses.asdict(config), "out": "", "resume": False}
-    folder, state = fsdp_utils.open_run_folder(folder, config.resume, saved)
-    fingerprint, first = hashlib.sha256(json.dumps(prompts).encode()).hexdigest(), 0
+    folder, state = fsdp_utils.open_run_folder(folder, config.resume)
+    order = [prompts, [problem.answer for problem in problems], config.seed, config.batch_size, config.group_size]
+    fingerprint, first = hashlib.sha256(json.dumps(order).encode()).hexdigest(), 0
     if state:
         facts = fsdp_utils.load_state(state, model, optimizer)
         if facts["data"] != fingerprint:
-            raise UserError(f"{state}: was trained on other problems or prompts than --train_data gives now")
+            raise UserError(f"{state}: its run had other training problems, prompts, seed, batch_size or group_size")
         first = facts["step"]
-        if ranks.rank == 0:
-            fsdp_utils.cut_back([folder / "metrics.jsonl", folder / "rollouts.jsonl"], first)
+    fsdp_utils.begin_run(folder, {**dataclasses.asdict(config), "out": "", "resume": False}, first)
     fsdp_utils.copy_weights(model, sampler)
-    limits = dict(max_length=config.sequence_length, max_batch=config.max_batch,
-                  max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
+    sampling = dict(max_length=config.sequence_length, max_batch=config.max_batch,
+                    max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
     log = Log(config, folder, ranks, first)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     log.say(f"{folder}: {ranks.world} x {ranks.device.type}, {dtype}, {size:,.2f} M weights, {len(prompts):,} problems")
 
     def held_out_metrics():
         metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks,
-                           temperature=1.0, **limits)  # fmt: skip
+                           temperature=1.0, **sampling)  # fmt: skip
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     if not state:
         log.row({"step": 0, **held_out_metrics()})
     groups = config.batch_size // config.group_size
     for step in range(first, config.steps):
-        start = time.perf_counter()
+        start = fsdp_utils.clock(ranks.device)
 
         # problems: the same ones on every rank
         chosen = data.problems_of_step(len(problems), groups, config.seed, step)
@@ -354,11 +353,11 @@ def main(argv=None):
 
         # rollouts, graded: each rank samples its share, then all ranks know all
         mine = attempt(sampler, tokenizer, answers, step_prompts, config.group_size, (config.seed, step), ranks,
-                       temperature=config.temperature, progress=log.rollout_progress(), **limits)  # fmt: skip
+                       temperature=config.temperature, progress=log.rollout_progress(), **sampling)  # fmt: skip
         attempts = exchange(mine)
         for a in attempts:
             a.rollout.prompt = step_prompts[a.problem]
-        rollout_seconds = time.perf_counter() - start
+        rollout_seconds = fsdp_utils.clock(ranks.device) - start
 
         # rewards -> advantages
         rewards = torch.tensor([reward_of(a, config, step) for a in attempts]).view(groups, config.group_size)
@@ -369,7 +368,7 @@ def main(argv=None):
         rollouts = [a.rollout for a in attempts]
         metrics = update(model, reference, optimizer, config, rollouts, advantages, step, ranks, tokenizer.valid_vocab)
         fsdp_utils.copy_weights(model, sampler)
-        seconds = time.perf_counter() - start
+        seconds = fsdp_utils.clock(ranks.device) - start
 
         # records; row s holds update s, and the evaluation and checkpoint of the weights after it
         row = {
@@ -377,7 +376,7 @@ def main(argv=None):
             "reward": rewards.mean().item(), "groups_with_signal": advantages.any(1).double().mean().item(),
             "length": lengths.double().mean().item(), "length_max": lengths.max().item(),
             "cut": sum(a.rollout.finish_reason == "length" for a in attempts) / len(attempts),
-            **{f"grade/{reason}": sum(a.reason == reason for a in attempts) for reason in GRADES}, **metrics,
+            **{f"grade/{reason}": sum(a.reason == reason for a in attempts) for reason in grader.REASONS}, **metrics,
             "seconds": seconds, "seconds_rollout": rollout_seconds, "seconds_update": seconds - rollout_seconds,
             "tokens_per_second": lengths.sum().item() / rollout_seconds,
             "memory_gb": fsdp_utils.all_max(fsdp_utils.peak_memory_gb(ranks.device)),
@@ -385,11 +384,12 @@ def main(argv=None):
         last = step + 1 == config.steps
         if last or (step + 1) % config.eval_every == 0:
             row |= held_out_metrics()
-        flat = zip(mine, (rewards.flatten()[a.problem * config.group_size + a.sample].item() for a in mine))
+        shown = mine[:: max(1, len(mine) // max(1, config.log_rollouts))][: config.log_rollouts]
         log.row(row, [
             {"step": step + 1, "question": problems[chosen[a.problem]].question, "answer": answers[a.problem],
-             "completion": a.text, "reward": reward, "reason": a.reason, "tokens": len(a.rollout.completion),
-             "finish_reason": a.rollout.finish_reason} for a, reward in list(flat)[: config.log_rollouts]])  # fmt: skip
+             "completion": a.text, "reward": rewards[a.problem, a.sample].item(), "reason": a.reason,
+             "tokens": len(a.rollout.completion), "finish_reason": a.rollout.finish_reason}
+            for a in shown])  # fmt: skip
         if config.save_every and (last or (step + 1) % config.save_every == 0):
             save_checkpoint(config, folder, model, optimizer, step + 1, fingerprint)
     log.finish(time.perf_counter() - begin)

@@ -426,8 +426,8 @@ def test_gap_metrics_by_hand():
     gaps = [0.0, math.log(1.01), math.log(1.05), math.log(2.0)]
     assert abs(found["logprob_gap_mean"] - sum(gaps) / 4) < 1e-12
     assert abs(found["logprob_gap_max"] - math.log(2)) < 1e-12
-    assert found["truncated_ratio"] == 0.25
-    assert abs(found["effective_sample_size"] - 3.56**2 / (1 + 1.01**2 + 1.05**2 + 0.25) / 4) < 1e-12
+    assert found["truncated_share"] == 0.25
+    assert abs(found["effective_sample_share"] - 3.56**2 / (1 + 1.01**2 + 1.05**2 + 0.25) / 4) < 1e-12
     assert rloo.gap_metrics(torch.zeros(0), 0.02) == {}
 
 
@@ -437,4 +437,4 @@ def test_gap_percentile():
     assert abs(rloo.gap_metrics(-gaps, 0.02)["logprob_gap_p95"] - 0.95) < 1e-6
     single = rloo.gap_metrics(torch.tensor([-0.5]), 0.02)
     assert single["logprob_gap_p95"] == single["logprob_gap_max"] == single["logprob_gap_mean"] == 0.5
-    assert single["effective_sample_size"] == 1.0
+    assert single["effective_sample_share"] == 1.0

@@ -25,6 +25,15 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 STRANGE = ["  two  blanks", "naïve 中文 🙂 \x07", "a\r\n\n\n\tb", "I'LL pay 12,345.60$ (5%)", "\\boxed{{", "assistants"]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Products this small gain nothing from a second thread, and lose much where another process wants the core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tree(text):
     return ast.parse(text, mode="eval").body
 
@@ -142,7 +151,7 @@ def test_transformers_model_agrees():
 
 
 def test_checkpoint_starts_weak_with_room():
-    passes = make.held_out(load_model(MODEL, "cpu", torch.float32), MODEL, problems=96)
+    passes = make.held_out(load_model(MODEL, "cpu", torch.float32), MODEL, problems=64)
     assert passes[1] <= 0.5 and passes[16] >= 0.8, passes
 
 

@@ -33,6 +33,7 @@ from workers_common import (
 )
 
 import fsdp_utils
+import grader
 import train
 from errors import UserError
 
@@ -227,12 +228,12 @@ def test_metrics_and_rollouts_files(run, tmp_path):
     assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2, 4, 5]  # first and last among them
     assert all({"eval/pass@1", "eval/pass@2", "eval/length", "eval/cut"} <= row.keys() for row in rows if row["step"] in (0, 5))
     names = {"epoch", "reward", "groups_with_signal", "length", "length_max", "cut", "sequences_trained", "lr", "loss",
-             "grad_norm", "entropy", "logprob_gap_mean", "logprob_gap_p95", "logprob_gap_max", "truncated_ratio",
-             "effective_sample_size", *TIMES}  # fmt: skip
+             "grad_norm", "entropy", "logprob_gap_mean", "logprob_gap_p95", "logprob_gap_max", "truncated_share",
+             "effective_sample_share", *TIMES}  # fmt: skip
     for row in rows[1:]:
         assert names <= row.keys()
         assert all(math.isfinite(value) for value in row.values())
-        assert sum(row[f"grade/{reason}"] for reason in train.GRADES) == 12  # every verdict of the grader has a name
+        assert sum(row[f"grade/{reason}"] for reason in grader.REASONS) == 12  # every verdict of the grader has a name
         assert row["seconds"] > 0 and 0.01 < row["memory_gb"] < 100
     assert [row["epoch"] for row in rows[1:]] == [step * 3 / 11 for step in (1, 2, 3, 4, 5)]
     assert len(read(tmp_path / "run", "rollouts")) == 5 * 3
@@ -306,7 +307,7 @@ def test_at_a_learning_rate_of_zero_nothing_drifts(run, made, tmp_path):
     gaps = [row["logprob_gap_max"] for row in rows[1:]]
     assert max(gaps) < 1e-5, gaps
     assert all(row["grad_norm"] > 0.1 for row in rows[1:])
-    assert all(abs(row["effective_sample_size"] - 1) < 1e-6 and row["truncated_ratio"] == 0 for row in rows[1:])
+    assert all(abs(row["effective_sample_share"] - 1) < 1e-6 and row["truncated_share"] == 0 for row in rows[1:])
     before, after = load_file(made / "model/model.safetensors"), load_file(tmp_path / "run/state-0004/rank-00000.safetensors")
     assert all(torch.equal(after[f"{name}.master"], tensor) for name, tensor in before.items())
 
