@@ -251,12 +251,12 @@ from rollout import Rollout
 
 def evaluate_after_exchange(*args, **options):
     rank = args[6].rank
-    mine = [Attempt(rank, i, Rollout([1], [5] * (i + 1), [-1.0 - i] * (i + 1), "stop"), "t", i == 0, f"reason {rank}")
+    mine = [Attempt(rank, i, Rollout([1], [5] * (i + 1), [-1.0 - i] * (i + 1), "stop"), "t", i == 0, ("right", "wrong", "timeout")[rank])
             for i in range((0, 3, 1)[rank])]
     found = [(a.problem, a.sample, len(a.rollout.completion), a.rollout.logprobs[0], a.correct, a.reason)
              for a in exchange(mine)]
-    assert found == [(1, 0, 1, -1.0, True, "reason 1"), (1, 1, 2, -2.0, False, "reason 1"),
-                     (1, 2, 3, -3.0, False, "reason 1"), (2, 0, 1, -1.0, True, "reason 2")], found
+    assert found == [(1, 0, 1, -1.0, True, "wrong"), (1, 1, 2, -2.0, False, "wrong"),
+                     (1, 2, 3, -3.0, False, "wrong"), (2, 0, 1, -1.0, True, "timeout")], found
     assert exchange([]) == []
     return evaluate(*args, **options)
 

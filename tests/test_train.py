@@ -586,7 +586,7 @@ def test_resuming_on_other_problems_is_refused(made, run, tmp_path):
     """J4: the order of problems would silently be another one."""
     run(tmp_path / "run", steps=2, save_every=1)
     shutil.rmtree(tmp_path / "run/state-0002")
-    refused(lambda: run(tmp_path / "run", steps=2, resume=True, train_data=[made / "gsm.jsonl"]), ["other problems"])
+    refused(lambda: run(tmp_path / "run", steps=2, resume=True, train_data=[made / "gsm.jsonl"]), ["other training problems"])
     assert [row["step"] for row in read(tmp_path / "run", "metrics")] == [0, 1, 2]
 
 
