@@ -1,13 +1,14 @@
-"""Where problems and prompts come from: JSONL files, the order of training, the chat prompt, text to ids and back.
+"""Where problems and prompts come from: files and the hub, the order of training, the chat prompt, text to ids and back.
 
-Owns problems and their order (a function of seed and epoch), the instruction that asks for the box, the checkpoint's
-chat template, tokenizer and stop ids. Knows no tensor, device, reward, sampling or process; torch is not imported.
+Owns problems and their order (a function of seed and epoch), what is fetched by name, the instruction that asks for the
+box, the checkpoint's chat template, tokenizer and stop ids. Knows no tensor, device, reward, sampling or process; torch is not imported.
 Whatever bytes are in the files it reads, only UserError comes out.
 """
 
 import hashlib
 import json
 import os
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,12 +19,22 @@ import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import UserError
+from console import UserError
 from grader import extract_answer
 
 # Rust threads that live through a fork can deadlock the child, and one thread encodes 15,000 prompts in seconds.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+DATASETS = {  # name: (repository of data sets on the Hugging Face hub, its files)
+    "gsm8k_train": ("openai/gsm8k", ["main/train-00000-of-00001.parquet"]),
+    "gsm8k_test": ("openai/gsm8k", ["main/test-00000-of-00001.parquet"]),
+    "math_train": ("EleutherAI/hendrycks_math", [f"{subject}/train-00000-of-00001.parquet" for subject in (
+        "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+        "precalculus")]),
+    "math_500": ("HuggingFaceH4/MATH-500", ["test.jsonl"]),
+}  # fmt: skip
+MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+               "model*.safetensors", "model.safetensors.index.json"]  # fmt: skip
 PROBE = "What is 1 + 1?"  # a harmless question: shows what the template does by itself
 MARK = "\ufdd0"  # a Unicode noncharacter, so no template looks for it
 
@@ -38,8 +49,47 @@ class Problem:
     subject: str | None = None
 
 
+def local_model(name: str) -> str:
+    """The folder of a checkpoint: `name` itself where it is one, else fetched from the hub into its cache (or found
+    there, without network). UserError: neither. Call it on one process a node."""
+    if (Path(name) / "state.json").exists():
+        raise UserError(f"{name} is a training state; python publish.py {name} makes a checkpoint of it")
+    if Path(name).is_dir():
+        return name
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{name}: no such folder; --model takes a checkpoint folder or a hub name like Qwen/Qwen3-1.7B")
+    return _fetch(name, "model", MODEL_FILES, "give --model a checkpoint folder")
+
+
+def local_files(name: str) -> list[str]:
+    """The files of a data set: those of DATASETS by name, from the hub as local_model, anything else is a path."""
+    if name not in DATASETS:
+        return [name]
+    repository, files = DATASETS[name]
+    folder = _fetch(repository, "dataset", files, f"give a file (JSONL or parquet) in place of {name}")
+    return [f"{folder}/{file}" for file in files]
+
+
+def fetch(model: str, *sets: list[str]) -> list:
+    """[folder of the model, the files of each set], a set being names of data sets and files, mixed."""
+    return [local_model(model), *([file for name in names for file in local_files(name)] for names in sets)]
+
+
+def _fetch(repository, kind, patterns, instead):
+    from huggingface_hub import snapshot_download  # here, not above: a run on local files should not wait for it
+
+    try:
+        folder = snapshot_download(repository, repo_type=kind, allow_patterns=patterns)
+        if all(any(Path(folder).glob(pattern)) for pattern in patterns[: None if kind == "dataset" else 1]):
+            return folder
+        reason = f"it has no {patterns[0]}"
+    except Exception as error:  # a dozen kinds, from 404 to a broken connection, and they differ between versions
+        reason = _one_line(error)
+    raise UserError(f"{repository}: not found here, and fetching the {kind} from the hub failed ({reason}); {instead}")
+
+
 def load_problems(paths: list[str], note=print) -> list[Problem]:
-    """Problems of JSONL files in the order given. Forms: GSM8K (`question`, `answer` ending in "#### n") and MATH
+    """Problems of JSONL or parquet files in the order given. Forms: GSM8K (`question`, `answer` ending in "#### n") and MATH
     (`problem`, `solution` whose last \\boxed is the answer; an `answer` field wins). A problem whose answer cannot be
     found is dropped: note() gets one line a file. UserError: anything else wrong with a line (file and line named), and
     a file that is missing, empty or left with no problem."""
@@ -165,17 +215,25 @@ def encode_problems(tokenizer, problems: list[Problem], max_prompt_tokens: int, 
 
 def _parse_file(path):
     parsed = []
-    with _blaming(path, "; give a JSONL file of problems"), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):  # bytes: text mode would not tell which line is not UTF-8
-            if line.strip():
-                with _blaming(f"{path}, line {number}"):
-                    parsed.append((number, _parse_line(line)))
+    for number, row in _rows(path):
+        with _blaming(f"{path}, line {number}"):
+            parsed.append((number, _problem(json.loads(row.decode("utf-8-sig")) if isinstance(row, bytes) else row)))
     return parsed
 
 
-def _parse_line(line):
-    """The Problem of a line, None if its answer cannot be found (or its question is blank)."""
-    row = json.loads(line.decode("utf-8-sig"))
+def _rows(path):
+    """(line number, bytes) of a JSONL file without its blank lines, or (row number, dict) of a parquet file."""
+    with _blaming(path, "; give a JSONL or parquet file of problems"):
+        if str(path).endswith(".parquet"):
+            from pyarrow import parquet  # here, not above: only the hub's own files need it
+
+            return list(enumerate(parquet.read_table(path).to_pylist(), 1))
+        with open(path, "rb") as file:  # bytes: text mode would not tell which line is not UTF-8
+            return [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+
+
+def _problem(row):
+    """The Problem of a row, None if its answer cannot be found (or its question is blank)."""
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object, not {type(row).__name__}")
     name = "problem" if "problem" in row and "question" not in row else "question"
@@ -246,6 +304,8 @@ def _blaming(place, advice=""):
 
 def _one_line(value):
     """An error, or text read from a file, as a short line that can be printed."""
+    if isinstance(value, json.JSONDecodeError):  # its own text counts lines within the line
+        value = f"{value.msg} (column {value.colno})"
     if isinstance(value, BaseException) and not isinstance(value, ValueError):
         value = getattr(value, "strerror", None) or f"{type(value).__name__}: {value}"
     return " ".join(str(value).split())[:200].encode("utf-8", "backslashreplace").decode()

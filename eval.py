@@ -1,25 +1,29 @@
 """How good is a model? pass@k over problem sets, from the same prompt, sampler and grader as training.
 
-Owns the sample-and-grade path (train.py's rollouts come through it too), the pass@k estimate and the table. Knows
-nothing of optimisers, losses or training configuration.
+Owns the sample-and-grade path (train.py's rollouts come through it too) and the evaluation on disk: every finished
+sample is a line of a file at once, so an evaluation that was killed goes on where it stopped when the same command is
+given again. The estimates are in estimates.py. Knows nothing of optimisers, losses or training configuration.
 
-    torchrun --nproc_per_node 2 eval.py --model tiny/model --data tiny=tiny/test.jsonl --samples 16
+    torchrun --nproc_per_node 4 eval.py --model runs/.../step-1500 --data gsm8k_test --data math_500
+    torchrun --standalone --nproc_per_node 2 eval.py --model tiny/model --data tiny=tiny/test.jsonl --samples 16
     python eval.py --model tiny/model --prompt "(12+7)*3=" --samples 4
 """
 
-import argparse
-import math
+import hashlib
+import json
+import re
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import data
 import fsdp_utils
 import grader
-from errors import UserError, exits_cleanly
+from console import CommandLine, Progress, UserError, exits_cleanly, printable
+from estimates import scores, summarize, table
 from model import Qwen3Config, empty_model, load_weights
 from rollout import Rollout, generate, stream_key
 
@@ -36,33 +40,38 @@ class Attempt:
     reason: str  # the grader's
 
 
-def share(problems, samples, rank, world):
-    """This rank's part of problems x samples attempts: {problem: [samples]}. Contiguous: groups stay together."""
-    total = problems * samples
+def share(pairs, rank, world):
+    """This rank's part of (problem, sample) pairs: {problem: [samples]}. Contiguous: groups stay together."""
     part = {}
-    for index in range(total * rank // world, total * (rank + 1) // world):
-        part.setdefault(index // samples, []).append(index % samples)
+    for problem, sample in pairs[len(pairs) * rank // world : len(pairs) * (rank + 1) // world]:
+        part.setdefault(problem, []).append(sample)
     return part
 
 
-def attempt(model, tokenizer, answers, prompts, samples, key, ranks, **sampling):
-    """Samples and grades this rank's share of `samples` completions of every prompt -> list[Attempt], in order.
+def all_pairs(problems, samples):
+    """Every (problem, sample) of `problems` x `samples` attempts, problem by problem."""
+    return [(problem, sample) for problem in range(problems) for sample in range(samples)]
 
-    answers[i] is the reference of prompts[i]; key, a tuple such as (seed, step), names the random streams: together
-    with problem and sample number it decides every token, whatever the number of ranks. sampling: as rollout.generate.
+
+def attempt(model, tokenizer, answers, prompts, part, streams, each=lambda attempt: None, **sampling):
+    """Samples and grades completions -> list[Attempt], in the order of `part`.
+
+    part: {problem: [sample numbers]}, such as `share` gives; answers[p] is the reference of prompts[p]; streams[p], a
+    tuple such as (seed, step, p), names the random streams of prompts[p]: with the sample number it decides every
+    token, whatever the number of ranks. each(attempt) is called as soon as one has ended. sampling: as rollout.generate.
     """
-    part = share(len(prompts), samples, ranks.rank, ranks.world)
-    keys = [[stream_key(*key, problem, sample) for sample in mine] for problem, mine in part.items()]
-    rollouts = iter(generate(
-        model, [prompts[problem] for problem in part], keys,
-        stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab, **sampling,
-    ))  # fmt: skip
-    attempts = []
-    for problem, mine in part.items():
-        for sample in mine:
-            rollout = next(rollouts)
-            text = tokenizer.decode(rollout.completion)
-            attempts.append(Attempt(problem, sample, rollout, text, *grader.grade(text, answers[problem])))
+    order = [(problem, sample) for problem, mine in part.items() for sample in mine]
+    attempts = [None] * len(order)
+
+    def finished(index, rollout):
+        problem, sample = order[index]
+        text = tokenizer.decode(rollout.completion)
+        attempts[index] = Attempt(problem, sample, rollout, text, *grader.grade(text, answers[problem]))
+        each(attempts[index])
+
+    keys = [[stream_key(*streams[problem], sample) for sample in mine] for problem, mine in part.items()]
+    generate(model, [prompts[problem] for problem in part], keys, stop_ids=tokenizer.stop_ids,
+             valid_vocab=tokenizer.valid_vocab, on_finish=finished, **sampling)  # fmt: skip
     return attempts
 
 
@@ -86,35 +95,30 @@ def exchange(attempts):
     return result
 
 
-def pass_at_k(samples, correct, k):
-    """Chance that one of k samples is right, unbiased, from `correct` of `samples` (Chen et al. 2021, eq. 1)."""
-    if not 1 <= k <= samples:
-        raise UserError(f"pass@{k} needs at least {k} samples a problem, there are {samples}")
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+def record(a):
+    """What is kept of an attempt: a line of samples.jsonl."""
+    return {"problem": a.problem, "sample": a.sample, "correct": a.correct, "reason": a.reason,
+            "answer": grader.extract_answer(a.text), "tokens": len(a.rollout.completion),
+            "finish_reason": a.rollout.finish_reason, "completion": a.text}  # fmt: skip
 
 
 def evaluate(model, tokenizer, problems, prompts, samples, seed, ranks, **sampling):
     """Collective. -> {"pass@1", "pass@2", "pass@4", ..., "length", "cut", "no_answer"}, the same on all ranks.
 
-    pass@k (up to `samples`) is the mean over problems of the per-problem estimate; length is in tokens; cut and
-    no_answer are shares of the attempts that hit a length limit and that hold no answer. The random streams depend on
-    `seed` alone: two checkpoints are compared on the same draws.
+    What training shows of held-out problems. The random streams depend on seed and question alone: two checkpoints are
+    compared on the same draws, here and by the command below.
     """
-    answers = [problem.answer for problem in problems]
-    attempts = attempt(model, tokenizer, answers, prompts, samples, (seed, "eval"), ranks, **sampling)
-    correct = [0] * len(problems)
+    answers, streams = [p.answer for p in problems], [(seed, "eval", p.question) for p in problems]
+    part = share(all_pairs(len(problems), samples), ranks.rank, ranks.world)
+    attempts = exchange(attempt(model, tokenizer, answers, prompts, part, streams, **sampling))
+    each = [[] for _ in problems]
     for a in attempts:
-        correct[a.problem] += a.correct
-    done = [a.rollout for a in attempts]
-    facts = [(len(d.completion), d.finish_reason == "length", a.reason == "no answer") for d, a in zip(done, attempts)]
-    sums = [sum(column) for column in zip(*facts)] or [0, 0, 0]
-    total = fsdp_utils.all_sum([*sums, *correct])
-    names = ("length", "cut", "no_answer")
-    metrics = {name: value / (len(problems) * samples) for name, value in zip(names, total)}
-    for k in (2**i for i in range(samples.bit_length())):
-        estimates = [pass_at_k(samples, int(c), k) for c in total[3:]]
-        metrics[f"pass@{k}"] = sum(estimates) / len(estimates)
-    return metrics
+        each[a.problem].append(record(a))
+    each = [scores(records, voting=False) for records in each]
+    return {name: sum(problem[name] for problem in each) / len(each) for name in each[0]}
+
+
+# Loading, for train.py too
 
 
 def load_model(model_dir, device, dtype):
@@ -139,29 +143,101 @@ def load_tokenizer(model_dir, config):
     return tokenizer
 
 
-def progress_bar(total, description, shown):
-    """A tqdm bar over finished completions and the callback that `generate` moves it with."""
-    bar = tqdm(total=total, desc=description, unit="seq", disable=not shown, leave=False, dynamic_ncols=True)
-    start = time.perf_counter()
+# The evaluation on disk
 
-    def update(finished, tokens):
-        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tok/s", refresh=False)
-        bar.update(finished - bar.n)
 
-    return bar, update
+def digest(*values):
+    """A short fingerprint of JSON-able values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def digest_files(paths):
+    """A fingerprint of files: sizes and 64 pieces of each, so that gigabytes of weights take no time."""
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        total.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for i in range(64):
+                file.seek(size * i // 64)
+                total.update(file.read(65536))
+    return total.hexdigest()[:16]
+
+
+class Records:
+    """The folder of an evaluation: settings.json, samples.jsonl and, while it runs, samples-RANK.jsonl of each rank.
+
+    On several machines it must lie on a file system that they share. OSError becomes UserError: what is there stays.
+    """
+
+    def __init__(self, folder, settings, ranks):
+        """Collective. Takes up what an earlier, interrupted evaluation left; UserError if its settings were others."""
+        self.folder, self.path = folder, folder / f"samples-{ranks.rank:05d}.jsonl"
+        fsdp_utils.once(lambda: self._open(settings))
+        self.done = {(r["data"], r["problem"], r["sample"]) for r in self.read()}
+        self.file = open(self.path, "a")
+
+    def _open(self, settings):
+        path = self.folder / "settings.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fsdp_utils.lock(self.folder)
+            old = json.loads(path.read_text()) if path.exists() else settings
+            for name in (name for name in {**old, **settings} if old.get(name) != settings.get(name)):
+                raise UserError(f"{self.folder} holds an evaluation with {name} {old.get(name)!r}, not "
+                                f"{settings.get(name)!r}: give another --out")  # fmt: skip
+            write(path, json.dumps(settings, indent=1))
+            self.merge()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.folder}: cannot be used for results ({error})") from error
+
+    def read(self):
+        """The records of samples.jsonl."""
+        path = self.folder / "samples.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def add(self, entry):
+        """Appends one sample's record. At once, and line by line: a kill can tear the last line alone."""
+        try:
+            self.file.write(json.dumps(entry) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; what is finished is kept, the same command goes on") from error
+
+    def merge(self):
+        """Gathers the ranks' files into samples.jsonl, in order and each sample once. Rank 0 only."""
+        found = {}
+        for path in (*self.folder.glob("samples-*.jsonl"), *self.folder.glob("samples.jsonl")):
+            for line in path.read_text(errors="replace").splitlines(keepends=True):
+                if line.endswith("\n"):
+                    entry = json.loads(line)
+                    found[entry["data"], entry["problem"], entry["sample"]] = line
+        write(self.folder / "samples.jsonl", "".join(found[key] for key in sorted(found)))
+        for path in self.folder.glob("samples-*.jsonl"):
+            path.unlink()
+
+
+def write(path, text):
+    """Replaces a file by `text`, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+# The command
 
 
 def parse(argv):
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)  # fmt: skip
-    parser.error = _refuse
-    parser.add_argument("--model", required=True, help="checkpoint folder")
-    parser.add_argument("--data", nargs="+", default=[], metavar="NAME=FILE", help="problem files (JSONL)")
+    parser = CommandLine(__doc__)
+    parser.add_argument("--model", required=True, help="checkpoint folder, or the name of a model on the hub")
+    parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="NAME=FILE",
+                        help=f"problem files (JSONL or parquet), or {', '.join(data.DATASETS)}")  # fmt: skip
     parser.add_argument("--prompt", help="print completions of this question instead of a table")
+    parser.add_argument("--out", help="folder of samples and results; default evals/NAME-OF-MODEL")
     parser.add_argument("--samples", type=int, help="completions a problem (default 32), or of --prompt (default 4)")
     parser.add_argument("--limit", type=int, help="only the first so many problems of each file")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--top_k", type=int, default=0, help="0: all")
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--sequence_length", type=int, default=0, help="prompt + completion; 0: 8192, or what fits")
@@ -172,9 +248,10 @@ def parse(argv):
     parser.add_argument("--instruction", default=data.INSTRUCTION, help="stands before the question in the user turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]}; see python eval.py --help")
+    return _checked(parser.parse_args(argv))
+
+
+def _checked(args):
     if args.samples is None:
         args.samples = 4 if args.prompt else 32
     if bool(args.prompt) == bool(args.data):
@@ -185,26 +262,15 @@ def parse(argv):
         raise UserError("--max_new_tokens, --sequence_length and --top_k must not be negative, --top_p in 0..1")
     if not (args.temperature == 0 or 1e-3 <= args.temperature <= 1e3):
         raise UserError("--temperature must be 0 (greedy) or lie in 0.001..1000")
-    if wrong := [entry for entry in args.data if not all(entry.partition("="))]:
-        raise UserError(f"--data {wrong[0]}: expected NAME=FILE")
+    if args.samples > 65536:
+        raise UserError(f"--samples {args.samples}: at most 65536")
+    good = re.compile(r"[\w.+-]+=.+")  # a name is a cell of a Markdown table
+    if wrong := [entry for entry in args.data if entry not in data.DATASETS and not good.fullmatch(entry)]:
+        raise UserError(f"--data {wrong[0]}: expected NAME=FILE, or one of {', '.join(data.DATASETS)}")
+    names = [entry.partition("=")[0] for entry in args.data]
+    if len(set(names)) < len(names) or "Overall" in names:
+        raise UserError(f"--data: every set needs a name of its own, not {', '.join(names)}")
     return args
-
-
-def _refuse(message):
-    raise UserError(f"{message}; see python eval.py --help")
-
-
-def table(rows):
-    """[(name, number of problems, metrics)] -> a Markdown table in percent; Overall weights by number of problems."""
-    keys = [key for key in rows[0][2] if key.startswith("pass@")]
-    weight = sum(n for _, n, _ in rows)
-    rows = [*rows, ("Overall", weight, {k: sum(n * m[k] for _, n, m in rows) / weight for k in rows[0][2]})]
-    lines = ["| dataset | problems | " + " | ".join(keys) + " | tokens | cut | no answer |"]
-    lines.append("|---" * (len(keys) + 5) + "|")
-    for name, n, m in rows:
-        passes = " | ".join(f"{100 * m[key]:.2f}" for key in keys)
-        lines.append(f"| {name} | {n} | {passes} | {m['length']:.0f} | {m['cut']:.1%} | {m['no_answer']:.1%} |")
-    return "\n".join(lines)
 
 
 @exits_cleanly
@@ -212,33 +278,94 @@ def main(argv=None):
     """The command: a table over problem files, or completions of one prompt."""
     args = parse(argv)
     ranks = fsdp_utils.init_distributed(args.device)
-    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    model = load_model(args.model, ranks.device, dtype)
-    tokenizer, positions = load_tokenizer(args.model, model.config), model.config.max_position_embeddings
-    options = {"system": args.system, "thinking": args.thinking, "instruction": args.instruction}
+    sources = [[entry.rpartition("=")[2]] for entry in args.data]
+    model_dir, *files = fsdp_utils.once(lambda: data.fetch(args.model, *sources), per_node=True)
+    config = Qwen3Config.from_json(f"{model_dir}/config.json")
+    tokenizer, positions = load_tokenizer(model_dir, config), config.max_position_embeddings
     limit = args.sequence_length or min(8192, positions)
     if limit > positions:
         raise UserError(f"--sequence_length {limit} exceeds the {positions} positions of {args.model}")
-    note = print if ranks.rank == 0 else (lambda text: None)
-    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_batch=args.max_batch,
-                    max_length=limit, max_new_tokens=args.max_new_tokens or limit)  # fmt: skip
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    options = {"system": args.system, "thinking": args.thinking, "instruction": args.instruction}
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_length=limit,
+                    max_new_tokens=args.max_new_tokens or limit)  # fmt: skip
     if args.prompt:
-        complete(model, tokenizer, args, ranks, options, sampling)
+        complete(load_model(model_dir, ranks.device, dtype), tokenizer, args, ranks, options, sampling)
     else:
         check_grader()
-        rows = []
-        for entry in args.data:
-            name, _, path = entry.partition("=")
-            problems = data.load_problems([path], note)[: args.limit]
-            problems, prompts = data.encode_problems(tokenizer, problems, limit - 1, note, **options)
-            bar, update = progress_bar(len(prompts) * args.samples // ranks.world, name, ranks.rank == 0)
-            with bar:
-                metrics = evaluate(model, tokenizer, problems, prompts, args.samples, args.seed, ranks,
-                                   progress=update, **sampling)  # fmt: skip
-            rows.append((name, len(problems), metrics))
-        if ranks.rank == 0:
-            print(table(rows))
+        sets = load_sets(tokenizer, args, files, limit - 1, print if ranks.rank == 0 else (lambda text: None), options)
+        settings = {**sampling, **options, "samples": args.samples, "seed": args.seed,
+                    "compute": f"{ranks.device.type} {dtype}",
+                    "model": digest_files(Path(model_dir).glob("*.safetensors")),
+                    "data": {name: digest([(p.question, p.answer) for p in problems], prompts)
+                             for name, (problems, prompts) in sets.items()}}  # fmt: skip
+        records = Records(Path(args.out or default_folder(args.model)), settings, ranks)
+        sample_all(lambda: load_model(model_dir, ranks.device, dtype), tokenizer, sets, records, args, ranks, sampling)
+        fsdp_utils.once(lambda: report(records, sets, args.model))
     fsdp_utils.shutdown()
+
+
+def default_folder(model):
+    """Where an evaluation of `model` goes: the last two parts of its name, runs/tiny-1/step-0060 -> tiny-1-step-0060."""
+    return "evals/" + "-".join(Path(model).resolve().parts[-2:] if Path(model).exists() else Path(model).parts)
+
+
+def load_sets(tokenizer, args, files, max_prompt_tokens, note, options):
+    """{name of --data: (problems, their prompts)}."""
+    sets = {}
+    for entry, paths in zip(args.data, files):
+        problems = data.load_problems(paths, note)[: args.limit]
+        sets[entry.partition("=")[0]] = data.encode_problems(tokenizer, problems, max_prompt_tokens, note, **options)
+    return sets
+
+
+def sample_all(load, tokenizer, sets, records, args, ranks, sampling):
+    """Collective. Samples what `records` lacks, all sets as one pool so that no process waits for another's set."""
+    pool = [(name, i, problem, prompt) for name, (problems, prompts) in sets.items()
+            for i, (problem, prompt) in enumerate(zip(problems, prompts))]  # fmt: skip
+    pool = [pool[i] for i in data.problem_order(len(pool), 0, 0)]  # mixed: hard sets are long, each rank gets its part
+    names, numbers, problems, prompts = zip(*pool)
+    left = [(p, s) for p, s in all_pairs(len(pool), args.samples) if (names[p], numbers[p], s) not in records.done]
+    part = share(left, ranks.rank, ranks.world)
+    if not left:
+        return
+
+    def each(a):
+        records.add({"data": names[a.problem], **record(a), "problem": numbers[a.problem]})
+        a.rollout.completion, a.rollout.logprobs, a.text = [], [], ""  # on disk: tens of thousands would fill memory
+
+    model = load()
+    with Progress("evaluating", len(left) // ranks.world, ranks.rank == 0) as progress:
+        attempt(model, tokenizer, [p.answer for p in problems], prompts, part,
+                [(args.seed, "eval", p.question) for p in problems], each, max_batch=args.max_batch, progress=progress,
+                **sampling)  # fmt: skip
+    fsdp_utils.all_sum([0.0])  # all have finished: their files are whole
+
+
+def report(records, sets, model):
+    """Rank 0: prints the tables and writes results.md and results.json beside the samples."""
+    records.merge()
+    figures = {name: [[] for _ in problems] for name, (problems, _) in sets.items()}
+    for entry in records.read():
+        figures[entry["data"]][entry["problem"]].append(entry)
+    figures = {name: [scores(samples) for samples in problems] for name, problems in figures.items()}
+    everything = [problem for problems in figures.values() for problem in problems]
+    groups = {"": {**figures, **({"Overall": everything} if len(figures) > 1 else {})}}
+    for name, (problems, _) in sets.items():
+        for label in ("level", "subject"):
+            found = sorted({getattr(p, label) for p in problems} - {None})
+            groups[f"{name} by {label}"] = {value: [f for f, p in zip(figures[name], problems) if getattr(p, label) == value]
+                                            for value in found}  # fmt: skip
+    rows = {title: [(name, len(scored), summarize(scored)) for name, scored in group.items()]
+            for title, group in groups.items() if group}  # fmt: skip
+    text = "\n\n".join((f"{title}:\n\n" if title else "") + table(group) for title, group in rows.items())
+    settings = json.loads((records.folder / "settings.json").read_text())
+    facts = {"model": model, "settings": settings,
+             "results": {title or "all": {name: {"problems": n, **summary} for name, n, summary in group}
+                         for title, group in rows.items()}}  # fmt: skip
+    write(records.folder / "results.md", text + "\n")
+    write(records.folder / "results.json", json.dumps(facts, indent=1))
+    print(f"{text}\n\nsamples, results.md and results.json: {records.folder}")
 
 
 def complete(model, tokenizer, args, ranks, options, sampling):
@@ -250,12 +377,12 @@ def complete(model, tokenizer, args, ranks, options, sampling):
         raise UserError(f"the prompt's {len(prompt)} tokens leave no room in a sequence of {sampling['max_length']}")
     keys = [[stream_key(args.seed, "prompt", sample) for sample in range(args.samples)]]
     start = time.perf_counter()
-    ids = dict(stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab)
+    ids = dict(stop_ids=tokenizer.stop_ids, valid_vocab=tokenizer.valid_vocab, max_batch=args.max_batch)
     rollouts = generate(model, [prompt], keys, **ids, **sampling)
     seconds = time.perf_counter() - start
     for number, rollout in enumerate(rollouts):
         print(f"--- sample {number}: {len(rollout.completion)} tokens, {rollout.finish_reason}")
-        print(tokenizer.decode(rollout.completion))
+        print(printable(tokenizer.decode(rollout.completion)))
     tokens = sum(len(rollout.completion) for rollout in rollouts)
     print(f"--- {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
 

@@ -7,6 +7,7 @@ CPU (gloo) and CUDA (NCCL) differ in the backend's name only.
 Every function marked "collective" must be called by all ranks, the same number of times and in the same order.
 """
 
+import fcntl
 import json
 import os
 import resource
@@ -24,9 +25,11 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from errors import UserError
+from console import UserError
 
 TIMEOUT = timedelta(hours=2)  # ranks wait for each other's longest rollout; a dead rank is torchrun's to notice
+
+_locks = []  # open files whose locks end with the process
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def set_threads(processes):
 
 def shutdown():
     """Leaves the process group. Call it on success only: after a failure, waiting for peers would hide the cause."""
+    unlock()
     dist.destroy_process_group()
 
 
@@ -172,6 +176,39 @@ def gather_text(text):
     return [bytes(row.tolist()).decode("utf-8") for row in rows]
 
 
+def once(function, per_node=False):
+    """Collective. function(), called by rank 0 alone (or by one process of each node) -> its JSON-able result, on all.
+
+    The others wait. A UserError there is raised on every rank.
+    """
+    local_rank, answer = int(os.environ.get("LOCAL_RANK", 0)), ["", None]
+    if local_rank == 0 if per_node else dist.get_rank() == 0:
+        try:
+            answer = ["", function()]
+        except UserError as error:
+            answer = [str(error), None]
+    answers = [json.loads(text) for text in gather_text(json.dumps(answer))]
+    for message in (message for message, _ in answers if message):
+        raise UserError(message)
+    return answers[dist.get_rank() - local_rank if per_node else 0][1]
+
+
+def lock(folder):
+    """Holds `folder` until this process ends; UserError if another process does. Call it on one rank."""
+    file = open(Path(folder) / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is writing there; wait for it, or give another --out") from None
+    _locks.append(file)
+
+
+def unlock():
+    """Gives back every folder that this process holds."""
+    while _locks:
+        _locks.pop().close()
+
+
 def gradients(model):
     """This rank's shards of the gradients, as plain tensors. After a backward every parameter has one."""
     return [parameter.grad.to_local() for parameter in model.parameters()]
@@ -187,8 +224,8 @@ def clip_grad_norm(model, max_norm):
     shards = gradients(model)
     norm = all_sum([torch.nn.utils.get_total_norm(shards).item() ** 2])[0] ** 0.5
     if max_norm < norm < float("inf"):
-        for shard_ in shards:
-            shard_.mul_(max_norm / norm)
+        for gradient in shards:
+            gradient.mul_(max_norm / norm)
     return norm
 
 
@@ -199,30 +236,37 @@ def clock(device):
     return time.perf_counter()
 
 
-def open_run_folder(folder, resume):
+def open_run_folder(out, resume, name):
     """Collective. Creates a run folder, or finds the newest state of the one to resume -> (folder, state or None).
 
-    Rank 0 decides and tells the others (its clock may have named the folder), so that all go on or all raise UserError.
-    The folder must be visible to all ranks: on several machines, on a file system they share.
+    out: the folder; "": a new one, runs/name-TIME. The folder must be visible to all ranks: on several machines, on a
+    file system they share. It is locked: no second run can write there.
     """
-    state, error = None, ""
-    if dist.get_rank() == 0:
-        states = {int(path.parent.name[6:]): path.parent for path in folder.glob("state-[0-9]*[0-9]/state.json")}
-        state = str(states[max(states)]) if states and resume else None
-        if resume and not states:
-            error = f"{folder}: no checkpoint to resume from (state-NNNN/state.json)"
-        elif not resume and (folder / "config.json").exists():
-            error = f"{folder} holds another run: give --resume to continue it, or another --out"
-        else:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "metrics.jsonl").touch()
-            except OSError as failure:
-                error = f"{folder}: cannot write the run folder ({failure.strerror})"
-    folder, state, error = json.loads(gather_text(json.dumps([str(folder), state, error]))[0])
-    if error:
-        raise UserError(error)
+    folder, state = once(lambda: _open_run_folder(out, resume, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     return Path(folder), state and Path(state)
+
+
+def _open_run_folder(out, resume, default):
+    folder = Path(out or default)
+    states = {int(path.parent.name[6:]): path.parent for path in folder.glob("state-[0-9]*[0-9]/state.json")}
+    if resume and not states:
+        raise UserError(f"{folder}: no checkpoint to resume from (state-NNNN/state.json)")
+    if out and not resume and any((folder / name).exists() for name in ("config.json", "metrics.jsonl")):
+        raise UserError(f"{folder} holds another run: give --resume to continue it, or another --out")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(2, 1000) if not out else ():  # another run may have been started in the same second
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = Path(f"{default}-{number}")
+        folder.mkdir(exist_ok=True)
+        lock(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as failure:
+        raise UserError(f"{folder}: cannot write the run folder ({failure.strerror})") from failure
+    return str(folder), str(states[max(states)]) if resume else None
 
 
 def begin_run(folder, config, step):
@@ -272,6 +316,26 @@ def save_state(folder, model, optimizer, facts):
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     dist.barrier()
+
+
+def prune_states(folder, keep):
+    """Rank 0 removes all but the newest `keep` training states of a run folder (0: none). Not collective."""
+    states = sorted(folder.glob("state-*[0-9]"), key=lambda path: int(path.name[6:]))
+    if keep and dist.get_rank() == 0:
+        for path in states[:-keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def state_tensors(folder, dtype):
+    """A generator, without any process group: (name, full weight in `dtype`) of a training state, one at a time."""
+    folder = Path(folder)
+    try:
+        world = json.loads((folder / "state.json").read_text())["world"]
+        files = [safe_open(folder / f"rank-{rank:05d}.safetensors", "pt") for rank in range(world)]
+        for key in sorted(key for key in files[0].keys() if key.endswith(".master")):
+            yield key.removesuffix(".master"), torch.cat([file.get_tensor(key) for file in files]).to(dtype)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: not a whole training state ({error})") from error
 
 
 def load_state(folder, model, optimizer):

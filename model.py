@@ -14,10 +14,8 @@ T tokens, D model width, H query heads, K key/value heads, Dh head width, V voca
 Reference: transformers' Qwen3ForCausalLM, which tests/test_model.py holds this file against.
 """
 
-import itertools
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from errors import UserError
+from console import UserError
 
 try:  # flash-attn is optional; torch's own kernel (2.10 and newer) serves as well
     from flash_attn import flash_attn_varlen_func
@@ -61,7 +59,7 @@ class Qwen3Config:
     def from_json(cls, path):
         """Reads a config.json (old spelling `rope_theta` or new `rope_parameters`). UserError if it is not a Qwen3."""
         if not Path(path).is_file():
-            raise UserError(f"{path} not found: --model takes a checkpoint folder (hf download NAME --local-dir DIR)")
+            raise UserError(f"{path} not found: a checkpoint folder holds config.json, tokenizer files and safetensors")
         raw = read_json(path)
         if raw.get("model_type") != "qwen3":
             raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, this project runs 'qwen3' only")
@@ -96,7 +94,7 @@ def _config_value(path, values, name, kind):
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**48
     good = {bool: isinstance(value, bool), float: number, int: number and value == value // 1}
     if not good[kind]:
-        raise UserError(f"{path}: {name} is {value!r}, expected {'a ' + kind.__name__}")
+        raise UserError(f"{path}: {name} is {value!r}, expected {kind.__name__}")
     return kind(value)
 
 
@@ -306,19 +304,24 @@ def load_weights(model, model_dir, shard=lambda parameter: (parameter, slice(Non
 
 
 def _check_names(model_dir, parameters, where):
-    shapes = {}
+    shapes, integers = {}, []
     try:
         for path in set(where.values()):
             with safe_open(path, "pt") as file:
-                held = set(file.keys())
-                shapes |= {n: tuple(file.get_slice(n).get_shape()) for n, p in where.items() if p == path and n in held}
+                for name in set(file.keys()) & {name for name, home in where.items() if home == path}:
+                    tensor = file.get_slice(name)
+                    shapes[name] = tuple(tensor.get_shape())
+                    integers += [name] * (tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"))
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: damaged safetensors file ({_first_line(error)})") from error
-    missing = sorted(set(parameters) - set(shapes))
-    unexpected = sorted(set(where) - set(parameters))
-    wrong = [n for n in shapes if n in parameters and shapes[n] != tuple(parameters[n].shape)]
-    problems = [f"{len(names)} {label} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
-                for label, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", wrong)) if names]
+    kinds = {
+        "missing": sorted(set(parameters) - set(shapes)),
+        "unexpected": sorted(set(where) - set(parameters)),
+        "misshapen": [n for n in shapes if n in parameters and shapes[n] != tuple(parameters[n].shape)],
+        "quantised or not of floats": integers,
+    }
+    problems = [f"{len(names)} {kind} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+                for kind, names in kinds.items() if names]  # fmt: skip
     if problems:
         raise UserError(f"{model_dir}: the weights do not fit config.json: {', '.join(problems)}")
 
@@ -331,6 +334,8 @@ def tensor_files(model_dir):
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(f, str) and Path(f).name == f for f in names.values()):
             raise UserError(f"{index}: weight_map must map tensor names to file names of the same folder")
+        if missing := sorted({file for file in names.values() if not (folder / file).is_file()}):
+            raise UserError(f"{index}: names files that are missing: {', '.join(missing)}")
         return {name: folder / file for name, file in names.items()}
     try:
         with safe_open(single, "pt") as file:
@@ -367,30 +372,3 @@ def save_weights(tensors, folder, max_shard_bytes=4 * 2**30):
 def _write_shard(folder, number, shard):
     save_file(shard, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
     return list(shard), sum(tensor.nbytes for tensor in shard.values())
-
-
-def export(tensors, source_dir, folder):
-    """Writes a checkpoint folder that loads in transformers and here: `tensors`, config and tokenizer of the source.
-
-    tensors: (name, bf16 tensor) pairs of all parameters, perhaps a generator that must be exhausted on every process
-    and yields None for tensors on those that do not write. The folder appears under its name complete or not at all.
-    """
-    folder, source = Path(folder), Path(source_dir)
-    temporary = folder.with_name(folder.name + ".tmp")
-    tensors = iter(tensors)
-    first = next(tensors)
-    if first[1] is None:
-        for _ in tensors:  # takes part in every gather, keeps nothing
-            pass
-        return
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(itertools.chain([first], tensors), temporary)
-    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-                 "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"):  # fmt: skip
-        if (source / file).exists():
-            shutil.copyfile(source / file, temporary / file)
-    config = {key: value for key, value in read_json(source / "config.json").items() if key != "dtype"}
-    (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)

@@ -182,9 +182,9 @@ def affordable_rows(config, length, device, dtype):
 class _Sampler:
     """The state of one `generate` call: which sequence sits in which row, and what is still to come."""
 
-    def __init__(self, model, prompts, keys, limits, slots, stop_ids, draw):
+    def __init__(self, model, prompts, keys, limits, slots, stop_ids, draw, on_finish):
         self.model, self.prompts, self.limits, self.slots = model, prompts, limits, slots
-        self.stop_ids, self.draw = frozenset(stop_ids), draw
+        self.stop_ids, self.draw, self.on_finish = frozenset(stop_ids), draw, on_finish
         weight = model.head_weight
         self.device = weight.device
         self.cache = DenseCache(model.config, self.device, weight.dtype)
@@ -258,8 +258,11 @@ class _Sampler:
                 rollout.finish_reason = "stop"
             if token in self.stop_ids or len(rollout.completion) >= self.limits[self.rows[row]]:
                 finished.append(row)
+        done = [self.rows[row] for row in finished]
         for row in reversed(finished):
             self._remove(row)
+        for sequence in done:
+            self.on_finish(sequence, self.rollouts[sequence])
         self.drawn += len(tokens)
         self.longest = max((self._length(s) for s in self.rows), default=0)  # the newest token is not in the cache yet
         self.cache.reserve(len(self.rows), self.longest, len(self.rows))
@@ -282,13 +285,14 @@ class _Sampler:
 
 @torch.no_grad()
 def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, stop_ids, valid_vocab,
-             top_k=0, top_p=1.0, max_batch=256, progress=None):  # fmt: skip
+             top_k=0, top_p=1.0, max_batch=256, progress=None, on_finish=None):  # fmt: skip
     """Samples len(keys[p]) completions of each prompt p; returns list[Rollout], group-major (prompt by prompt).
 
     model: a plain (not sharded) Qwen3 on its device. keys[p]: the `stream_key` of each sample of prompt p. A completion
     ends with a stop token, after max_new_tokens, or when prompt + completion reaches max_length. At most max_batch rows
-    decode together; the others wait and join as rows finish. progress(finished, tokens so far), if given, is called
-    after every decode step. FloatingPointError if the logits are not finite.
+    decode together; the others wait and join as rows finish. progress(finished, alive, tokens so far), if given, is
+    called after every decode step; on_finish(index in the result, rollout) as soon as that completion has ended.
+    FloatingPointError if the logits are not finite.
     """
     assert len(prompts) == len(keys), (len(prompts), len(keys))
     limits = [min(max_new_tokens, max_length - len(prompt)) for prompt, group in zip(prompts, keys) for _ in group]
@@ -302,12 +306,12 @@ def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, s
 
     weight, longest = model.head_weight, max(len(prompt) for prompt in prompts) + max(limits)
     rows = min(max_batch, len(limits), affordable_rows(model.config, longest, weight.device, weight.dtype))
-    sampler = _Sampler(model, prompts, keys, limits, rows, stop_ids, draw)
+    sampler = _Sampler(model, prompts, keys, limits, rows, stop_ids, draw, on_finish or (lambda index, rollout: None))
     while sampler.waiting or sampler.rows:
         sampler.admit()
         if sampler.rows:  # every new row may have ended with its first token
             sampler.decode()
         if progress:
             unfinished = len(sampler.rows) + sum(len(members) for _, members in sampler.waiting)
-            progress(len(limits) - unfinished, sampler.drawn)
+            progress(len(limits) - unfinished, len(sampler.rows), sampler.drawn)
     return sampler.rollouts

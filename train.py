@@ -10,7 +10,6 @@ metrics.jsonl (a row a step), rollouts.jsonl (samples to read) and the checkpoin
 
 import argparse
 import dataclasses
-import difflib
 import hashlib
 import inspect
 import json
@@ -18,6 +17,8 @@ import math
 import re
 import sys
 import time
+from dataclasses import field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,24 +28,20 @@ import data
 import fsdp_utils
 import grader
 import rloo
-from errors import UserError, exits_cleanly
-from eval import attempt, check_grader, evaluate, exchange, load_tokenizer
-from model import Qwen3, Qwen3Config, empty_model, export, load_weights, read_json
+from console import CommandLine, Progress, UserError, exits_cleanly, nearest
+from eval import all_pairs, attempt, check_grader, evaluate, exchange, load_tokenizer, share
+from model import Qwen3, Qwen3Config, empty_model, load_weights, read_json
+from publish import export, model_card
 from rollout import stream_key
-
-
-def files(*names):
-    """A dataclass default that is a list of file names."""
-    return dataclasses.field(default_factory=lambda: list(names))
 
 
 @dataclasses.dataclass
 class Config:
     """The reference recipe. Each field is a flag, and the comment beside it the flag's help."""
 
-    model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder (not a hub name): config.json, tokenizer files, safetensors
-    train_data: list[str] = files("gsm8k_train.jsonl", "math_train.jsonl")  # problem files (JSONL), shuffled together
-    eval_data: list[str] = files("gsm8k_test.jsonl", "math_500.jsonl")  # held-out problem files, pooled
+    model: str = "Qwen/Qwen3-1.7B"  # checkpoint folder, or a name on the Hugging Face hub
+    train_data: list[str] = field(default_factory=lambda: ["gsm8k_train", "math_train"])  # known names or files, mixed
+    eval_data: list[str] = field(default_factory=lambda: ["gsm8k_test", "math_500"])  # held-out ones, pooled
     out: str = ""  # run folder; empty: a new one under runs/
     resume: bool = False  # continue the run in --out from its newest checkpoint
     seed: int = 0  # of the problem order and of every rollout's random stream
@@ -82,79 +79,84 @@ class Config:
     eval_every: int = 50  # steps between evaluations; there is one at start and at the end too
     eval_problems: int = 256  # problems an evaluation, drawn from all files; 0: all
     eval_samples: int = 4  # completions a problem, at temperature 1
-    save_every: int = 200  # steps between checkpoints (14 bytes a weight each), one at the end too; 0: none
+    save_every: int = 200  # steps between checkpoints, one at the end too; 0: none. step-NNNN: 2 bytes a weight
+    keep: int = 2  # newest training states to keep (12 bytes a weight each); 0: all. Exports step-NNNN are all kept
     log_rollouts: int = 16  # completions of each step written to rollouts.jsonl, spread over rank 0's
     wandb: str = ""  # Weights & Biases project; empty: off
 
     def __post_init__(self):
-        for name, field in self.__dataclass_fields__.items():
-            setattr(self, name, _typed(name, getattr(self, name), field.type))
-        checks = {
-            "group_size must be at least 2: the baseline is the mean of the others": self.group_size >= 2,
-            f"batch_size {self.batch_size} must be a multiple of group_size {self.group_size}":
-                self.batch_size > 0 and self.group_size > 0 and self.batch_size % self.group_size == 0,
-            f"micro_batch_tokens {self.micro_batch_tokens} must be at least sequence_length {self.sequence_length}":
-                self.micro_batch_tokens >= self.sequence_length >= 2,
-            "temperature must lie in 0.001..1000 while training": 1e-3 <= self.temperature <= 1e3,
-            'reward must be "correct" or "random"': self.reward in ("correct", "random"),
-            'dtype must be "auto", "bfloat16" or "float32"': self.dtype in ("auto", "bfloat16", "float32"),
-            'device must be "auto", "cuda" or "cpu"': self.device in ("auto", "cuda", "cpu"),
-            "adam_beta1 and adam_beta2 must lie in 0..1": 0 <= min(self.adam_beta1, self.adam_beta2)
-                and max(self.adam_beta1, self.adam_beta2) < 1,
-            "steps, eval_every, eval_samples and max_batch must be at least 1":
-                min(self.steps, self.eval_every, self.eval_samples, self.max_batch) >= 1,
-            "lr, warmup_steps, weight_decay, epsilon, kl_coef, max_new_tokens, eval_problems, save_every and "
-            "log_rollouts must not be negative":
-                min(self.lr, self.warmup_steps, self.weight_decay, self.epsilon, self.kl_coef, self.max_new_tokens,
-                    self.eval_problems, self.save_every, self.log_rollouts) >= 0,
-            "grad_clip must be above 0, gamma in 0..1": self.grad_clip > 0 and 0 < self.gamma <= 1,
-        }  # fmt: skip
-        for message in (message for message, good in checks.items() if not good):
-            raise UserError(message)
+        for name, option in self.__dataclass_fields__.items():
+            setattr(self, name, _typed(name, getattr(self, name), option.type))
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:  # NaN is refused as well
+                raise UserError(f"{name} is {getattr(self, name)}, it must lie in {least:g}..{most:g}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}")
+        if self.batch_size % self.group_size:
+            raise UserError(f"batch_size {self.batch_size} must be a multiple of group_size {self.group_size}")
+        if self.micro_batch_tokens < self.sequence_length:
+            raise UserError(f"micro_batch_tokens {self.micro_batch_tokens} must be at least sequence_length "
+                            f"{self.sequence_length}: a sequence is never split")  # fmt: skip
+
+
+MANY = 10**9
+CHOICES = {"reward": ("correct", "random"), "dtype": ("auto", "bfloat16", "float32"), "device": ("auto", "cuda", "cpu")}
+RANGES = {
+    "seed": (-MANY, MANY), "group_size": (2, MANY), "batch_size": (2, MANY), "steps": (1, MANY), "lr": (0, 10),
+    "warmup_steps": (0, MANY), "adam_beta1": (0, 1 - 1e-9), "adam_beta2": (0, 1 - 1e-9), "weight_decay": (0, 10),
+    "grad_clip": (1e-9, MANY), "epsilon": (0, MANY), "kl_coef": (0, MANY), "gamma": (1e-3, 1),
+    "sequence_length": (2, MANY), "max_new_tokens": (0, MANY), "temperature": (1e-3, 1e3), "max_batch": (1, MANY),
+    "micro_batch_tokens": (2, MANY), "eval_every": (1, MANY), "eval_problems": (0, MANY), "eval_samples": (1, MANY),
+    "save_every": (0, MANY), "keep": (0, MANY), "log_rollouts": (0, MANY),
+}  # fmt: skip
+# What may differ when a run is resumed: it changes how long and how fast, not what is computed. (Another number of
+# steps is another cosine: the run goes on as if it had been planned so.)
+FREE = {"out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "wandb", "max_batch",
+        "micro_batch_tokens", "activation_checkpointing", "device", "dtype"}  # fmt: skip
 
 
 def _typed(name, value, kind):
     """`value` as the field's type: ints pass as floats, nothing else is bent."""
-    if kind == list[str] and isinstance(value, list) and value:
+    if kind == list[str]:
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{name} is {value!r}, expected a list of names")
         return [_typed(name, item, str) for item in value]
-    if type(value) in (int, float) and not abs(value) < 2**63:  # NaN and infinity too
-        raise UserError(f"{name} is {value}, expected a finite number")
-    if type(value) is not kind and (kind, type(value)) != (float, int):
-        raise UserError(f"{name} is {value!r}, expected {getattr(kind, '__name__', kind)}")
-    return kind(value)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise UserError(f"{name} is {value!r}, expected {kind.__name__}")
+    return float(value) if kind is float and abs(value) < 2**63 else value
 
 
 def parse_config(argv):
     """Defaults, then --config (or the run folder's own config.json on --resume), then flags -> (Config, run name)."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
-    parser.error = _refuse
+    parser = CommandLine(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE.json", help="saved overrides of the defaults")
-    for field in dataclasses.fields(Config):
-        kind = {bool: {"action": argparse.BooleanOptionalAction}, list[str]: {"nargs": "+"}}.get(
-            field.type, {"type": field.type})  # fmt: skip
-        parser.add_argument(f"--{field.name}", help=comments[field.name].replace("%", "%%"), **kind)
-    flags, unknown = parser.parse_known_args(argv)
-    names, flags = [field.name for field in dataclasses.fields(Config)], vars(flags)
-    _refuse_unknown(unknown[:1], [f"--{name}" for name in names], "unknown argument ")
-    if flags.get("resume") and not flags.get("out"):
-        raise UserError("--resume needs --out, the run folder to continue")
-    file = flags.pop("config", None) or (f"{flags['out']}/config.json" if flags.get("resume") else None)
-    overrides = read_json(file) if file else {}
-    _refuse_unknown(overrides, names, f"{file}: unknown key ")
+    fields = Config.__dataclass_fields__
+    kinds = {bool: {"action": argparse.BooleanOptionalAction}, list[str]: {"nargs": "+"}}
+    for name, option in fields.items():
+        kind = kinds.get(option.type, {"type": option.type})
+        parser.add_argument(f"--{name}", help=comments[name].replace("%", "%%"), **kind)
+    flags = vars(parser.parse_args(argv))
+    saved = _saved_config(flags) if flags.get("resume") else {}
+    file = flags.pop("config", None)
+    overrides = saved or (read_json(file) if file else {})
+    for name in (name for name in overrides if name not in fields):
+        raise UserError(f"{file or flags['out']}: unknown key {name}{nearest(name, fields)}")
     config = Config(**{**overrides, **flags})
+    for name in (name for name in saved if name not in FREE and saved[name] != getattr(config, name)):
+        raise UserError(f"--resume: {name} {getattr(config, name)!r} is not the run's {saved[name]!r}; for another run "
+                        f"from these weights give its step-NNNN as --model")  # fmt: skip
     return config, Path(file).resolve().parent.name if file else Path(config.model).name
 
 
-def _refuse(message):
-    raise UserError(f"{message}; see python train.py --help")
-
-
-def _refuse_unknown(given, known, where):
-    for name in (name for name in given if name not in known):
-        nearest = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
-        raise UserError(f"{where}{name} (nearest: {nearest}); python train.py --help lists all")
+def _saved_config(flags):
+    file = Path(flags.get("out", "")) / "config.json"
+    if not flags.get("out"):
+        raise UserError("--resume needs --out, the run folder to continue")
+    if not file.is_file():
+        raise UserError(f"--resume: there is no run in {flags['out']} (no config.json)")
+    return read_json(file)
 
 
 def learning_rate(config, step):
@@ -163,23 +165,23 @@ def learning_rate(config, step):
     return config.lr * warmup * 0.5 * (1.0 + math.cos(math.pi * step / config.steps))
 
 
-def build_model(config, ranks, dtype):
+def build_model(config, model_dir, ranks, dtype):
     """The sharded Qwen3 to train: each rank materialises and reads only the rows it holds. Collective."""
     with torch.device("meta"):
-        model = Qwen3(Qwen3Config.from_json(f"{config.model}/config.json"), config.activation_checkpointing)
+        model = Qwen3(Qwen3Config.from_json(f"{model_dir}/config.json"), config.activation_checkpointing)
     fsdp_utils.shard(model, dtype).to_empty(device=ranks.device)
-    load_weights(model, config.model, fsdp_utils.local_rows)
+    load_weights(model, model_dir, fsdp_utils.local_rows)
     return model
 
 
-def load_data(config, note):
+def load_data(config, model_dir, train_files, held_out_files, note):
     """-> tokenizer, (training problems, their prompts), (held-out problems, their prompts)."""
-    architecture = Qwen3Config.from_json(f"{config.model}/config.json")
+    architecture = Qwen3Config.from_json(f"{model_dir}/config.json")
     if config.sequence_length > (limit := architecture.max_position_embeddings):
         raise UserError(f"sequence_length {config.sequence_length} exceeds the {limit} positions of {config.model}")
-    tokenizer = load_tokenizer(config.model, architecture)
+    tokenizer = load_tokenizer(model_dir, architecture)
     options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
-    train, held_out = data.load_problems(config.train_data, note), data.load_problems(config.eval_data, note)
+    train, held_out = data.load_problems(train_files, note), data.load_problems(held_out_files, note)
     # a seeded choice, so that it mixes the files; the same one at every evaluation and in every run of this seed
     chosen = data.problem_order(len(held_out), config.seed, epoch=-1)[: config.eval_problems or None]
     held_out = [held_out[i] for i in chosen]
@@ -227,7 +229,8 @@ class Log:
     def __init__(self, config, folder, ranks, first):
         self.config, self.folder, self.shown = config, folder, ranks.rank == 0
         self.terminal = self.shown and sys.stderr.isatty()  # elsewhere a line a step reads better than a bar
-        self.bar = tqdm(total=config.steps, initial=first, unit="step", disable=not self.terminal, dynamic_ncols=True)
+        layout = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"  # 80 columns
+        self.bar = tqdm(total=config.steps, initial=first, bar_format=layout, disable=not self.terminal)
         self.tracker = None
         if config.wandb and self.shown:
             self._guard(self._start_tracker)
@@ -251,18 +254,6 @@ class Log:
         if self.shown:
             tqdm.write(text)
 
-    def rollout_progress(self):
-        """A callback for `generate` that shows how far this rank's sampling is, without moving the bar of steps."""
-        start, last = time.perf_counter(), [0.0]
-
-        def show(finished, tokens):
-            now = time.perf_counter()
-            if self.terminal and now - last[0] > 0.5:
-                last[0] = now
-                self.bar.set_postfix_str(f"sampled {finished}, {tokens / (now - start):,.0f} tok/s")
-
-        return show
-
     def row(self, row, rollouts=()):
         """Appends a row to metrics.jsonl (and lines to rollouts.jsonl), moves the bar, prints what matters."""
         if not self.shown:
@@ -274,12 +265,12 @@ class Log:
         if self.tracker:
             self._guard(lambda: self.tracker.log(row, step=row["step"]))
         if "reward" in row:
-            text = (f"reward {row['reward']:.3f}, length {row['length']:.0f}, grad {row.get('grad_norm', 0):.2f}, "
-                    f"{row['tokens_per_second']:,.0f} tok/s, {row['seconds']:.2f} s")  # fmt: skip
-            self.bar.set_postfix_str(text)
+            text = f"reward {row['reward']:.3f}, length {row['length']:.0f}, {row['tokens_per_second']:,.0f} tok/s"
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(1)
             if not self.terminal:
-                print(f"step {row['step']:>5}  {text}", flush=True)
+                norm = f"{row['grad_norm']:.2f}" if "grad_norm" in row else "none"
+                print(f"step {row['step']:>5}  {text}, grad {norm}, {row['seconds']:.2f} s", flush=True)
         if "eval/pass@1" in row:
             passes = "  ".join(f"{key[5:]} {value:.3f}" for key, value in row.items() if key.startswith("eval/pass@"))
             self.say(f"step {row['step']:>5}  held-out {passes}")
@@ -294,14 +285,9 @@ class Log:
             curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
             for step, value in curve:
                 print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
-            print(f"held-out pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {seconds:.0f} s; see {self.folder}")
+            first, last = (curve or [(0, math.nan)])[0][1], (curve or [(0, math.nan)])[-1][1]
+            print(f"held-out pass@1 {first:.3f} -> {last:.3f} in {seconds:.0f} s; see {self.folder}")
             print("(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")
-
-
-def save_checkpoint(config, folder, model, optimizer, step, fingerprint):
-    """Collective. state-NNNN to resume from, and step-NNNN, a bf16 folder that loads as any Hugging Face model."""
-    export(fsdp_utils.full_tensors(model, torch.bfloat16), config.model, folder / f"step-{step:04d}")
-    fsdp_utils.save_state(folder / f"state-{step:04d}", model, optimizer, {"step": step, "data": fingerprint})
 
 
 @exits_cleanly
@@ -310,17 +296,17 @@ def main(argv=None):
     begin, (config, name) = time.perf_counter(), parse_config(argv)
     ranks = fsdp_utils.init_distributed(config.device)
     note = print if ranks.rank == 0 else (lambda text: None)
-    tokenizer, (problems, prompts), held_out = load_data(config, note)
+    model_dir, *paths = fsdp_utils.once(lambda: data.fetch(config.model, config.train_data, config.eval_data), per_node=True)
+    tokenizer, (problems, prompts), held_out = load_data(config, model_dir, *paths, note)
     check_grader()
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
         config.dtype, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)  # fmt: skip
-    model = build_model(config, ranks, dtype)
-    reference = build_model(config, ranks, dtype).requires_grad_(False) if config.kl_coef else None
+    model = build_model(config, model_dir, ranks, dtype)
+    reference = build_model(config, model_dir, ranks, dtype).requires_grad_(False) if config.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),
                                   eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
     sampler = empty_model(model.config, ranks.device, dtype)  # a whole copy; its memory stays in place all run long
-    folder = Path(config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder, state = fsdp_utils.open_run_folder(folder, config.resume)
+    folder, state = fsdp_utils.open_run_folder(config.out, config.resume, name)
     order = [prompts, [problem.answer for problem in problems], config.seed, config.batch_size, config.group_size]
     fingerprint, first = hashlib.sha256(json.dumps(order).encode()).hexdigest(), 0
     if state:
@@ -328,6 +314,8 @@ def main(argv=None):
         if facts["data"] != fingerprint:
             raise UserError(f"{state}: its run had other training problems, prompts, seed, batch_size or group_size")
         first = facts["step"]
+        if first >= config.steps:
+            raise UserError(f"{state} is at step {first} of {config.steps}: nothing left to do (--steps N goes on to N)")
     fsdp_utils.begin_run(folder, {**dataclasses.asdict(config), "out": "", "resume": False}, first)
     fsdp_utils.copy_weights(model, sampler)
     sampling = dict(max_length=config.sequence_length, max_batch=config.max_batch,
@@ -337,8 +325,9 @@ def main(argv=None):
     log.say(f"{folder}: {ranks.world} x {ranks.device.type}, {dtype}, {size:,.2f} M weights, {len(prompts):,} problems")
 
     def held_out_metrics():
-        metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks,
-                           temperature=1.0, **sampling)  # fmt: skip
+        with Progress("evaluating", len(held_out[0]) * config.eval_samples // ranks.world, log.shown) as progress:
+            metrics = evaluate(sampler, tokenizer, *held_out, config.eval_samples, config.seed, ranks,
+                               temperature=1.0, progress=progress, **sampling)  # fmt: skip
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     if not state:
@@ -352,8 +341,11 @@ def main(argv=None):
         step_prompts, answers = [prompts[i] for i in chosen], [problems[i].answer for i in chosen]
 
         # rollouts, graded: each rank samples its share, then all ranks know all
-        mine = attempt(sampler, tokenizer, answers, step_prompts, config.group_size, (config.seed, step), ranks,
-                       temperature=config.temperature, progress=log.rollout_progress(), **sampling)  # fmt: skip
+        part = share(all_pairs(groups, config.group_size), ranks.rank, ranks.world)
+        streams = [(config.seed, step, problem) for problem in range(groups)]
+        with Progress("sampling", config.batch_size // ranks.world, log.shown) as progress:
+            mine = attempt(sampler, tokenizer, answers, step_prompts, part, streams,
+                           temperature=config.temperature, progress=progress, **sampling)  # fmt: skip
         attempts = exchange(mine)
         for a in attempts:
             a.rollout.prompt = step_prompts[a.problem]
@@ -390,8 +382,14 @@ def main(argv=None):
              "completion": a.text, "reward": rewards[a.problem, a.sample].item(), "reason": a.reason,
              "tokens": len(a.rollout.completion), "finish_reason": a.rollout.finish_reason}
             for a in shown])  # fmt: skip
+
+        # checkpoints: step-NNNN loads as any Hugging Face model, state-NNNN continues this run
         if config.save_every and (last or (step + 1) % config.save_every == 0):
-            save_checkpoint(config, folder, model, optimizer, step + 1, fingerprint)
+            export(fsdp_utils.full_tensors(model, torch.bfloat16), model_dir, folder / f"step-{step + 1:04d}", tokenizer,
+                   partial(model_card, folder, step + 1))  # fmt: skip
+            fsdp_utils.save_state(folder / f"state-{step + 1:04d}", model, optimizer,
+                                  {"step": step + 1, "data": fingerprint})  # fmt: skip
+            fsdp_utils.prune_states(folder, config.keep)
     log.finish(time.perf_counter() - begin)
     fsdp_utils.shutdown()
 

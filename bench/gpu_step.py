@@ -27,17 +27,21 @@ SHAPE_1_7B = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
     "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "eos_token_id": 151645,
+    "tie_word_embeddings": True,
 }  # fmt: skip
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192}  # fmt: skip
 
 
 def make_model(folder, shape, tokenizer):
     """A checkpoint folder with random bf16 weights of `shape` and the given tokenizer's files."""
+    missing = [name for name in TOKENIZER if not (Path(tokenizer) / name).is_file()]
+    if missing:
+        sys.exit(f"error: {tokenizer} lacks {', '.join(missing)}: --tokenizer takes a folder with Qwen3's tokenizer files")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape))
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for file in TOKENIZER:
         shutil.copyfile(Path(tokenizer) / file, folder / file)
     model = Qwen3(Qwen3Config.from_json(folder / "config.json")).init_weights()
     save_weights(((name, p.detach().bfloat16()) for name, p in model.named_parameters()), folder)
@@ -67,7 +71,8 @@ def main():
                      out=work / "run", steps=args.steps, batch_size=args.batch_size, max_new_tokens=args.new_tokens,
                      reward="random", eval_problems=4, eval_samples=1, save_every=0)  # fmt: skip
         command = [sys.executable, str(ROOT / "train.py"), *(f"--{name}={value}" for name, value in flags.items())]
-        subprocess.run(command, check=True, timeout=1200)
+        if status := subprocess.run(command, timeout=1200).returncode:
+            return status  # train.py has said why
         rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -1,15 +1,22 @@
 """data.py against transformers' own rendering, the real files, and every kind of broken input."""
 
+import hashlib
+import http.server
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+from workers_common import launch
 
 import data
 from data import Problem, Tokenizer, encode_problems, load_problems, problem_order, problems_of_step
-from errors import UserError
+from console import UserError
 
 FILES = {"gsm8k_train": 7473, "gsm8k_test": 1319, "math_train": 7500, "math_500": 500}
 SYSTEM = "You are a careful mathematician.\n\nAnswer briefly."
@@ -398,3 +405,195 @@ def test_mutated_checkpoints(checkpoint):
             outcomes["refused"] += 1
         path.write_bytes(originals[path])
     assert min(outcomes.values()) > 100
+
+
+# By name, from a server on the loopback that speaks the hub's protocol
+
+ROOT = Path(data.__file__).resolve().parent
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """A hub of repositories {"models/org/name": {path: bytes}}: revisions, file trees, files. `log` is what was asked."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repositories, self.log, self.truncated = {}, [], set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[: len(body) // 2] if self.path in self.server.truncated else body)
+            if self.path in self.server.truncated:
+                self.close_connection = True
+
+    def do_GET(self):
+        path = self.path.partition("?")[0].lstrip("/")
+        self.server.log.append((self.command, path))
+        api = path.startswith("api/")
+        if not path.startswith(("api/models/", "api/datasets/")) and path.count("/") < 4:
+            return self.answer(404)
+        kind, rest = ("models", path) if not api else path.removeprefix("api/").split("/", 1)
+        if not api and path.startswith("datasets/"):
+            kind, rest = "datasets", path.removeprefix("datasets/")
+        name = "/".join(rest.split("/")[:2])
+        files = self.server.repositories.get(f"{kind}/{name}")
+        if files is None:
+            return self.answer(404, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        if api and "/tree/" in rest:
+            return self.answer(200, json.dumps([
+                {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for f, c in files.items()
+            ]).encode(), Content_Type="application/json")  # fmt: skip
+        if api:
+            siblings = [{"rfilename": f} for f in files]
+            facts = {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+            return self.answer(200, json.dumps(facts).encode(), Content_Type="application/json")
+        content = files.get(rest.split("/", 4)[4])
+        if content is None:
+            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        etag = hashlib.sha1(content).hexdigest()
+        self.answer(200, content, ETag=f'"{etag}"', X_Repo_Commit=commit, Accept_Ranges="bytes")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub with the tiny model and two data sets, and `ask(expression, processes)`, which evaluates one of data.py."""
+    server = Hub()
+    tiny = {path.name: path.read_bytes() for path in (ROOT / "tiny" / "model").iterdir()}
+    server.repositories["models/org/tiny"] = {**tiny, "README.md": b"x", "pytorch_model.bin": b"never", "original/model.pth": b"never"}
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def table(rows):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+        return (tmp_path / "x.parquet").read_bytes()
+
+    server.repositories["datasets/openai/gsm8k"] = {
+        f"main/{part}-00000-of-00001.parquet": table([json.loads(GSM8K_LINE)] * n) for part, n in (("train", 3), ("test", 2))}
+    server.repositories["datasets/EleutherAI/hendrycks_math"] = {
+        f"{subject}/{part}-00000-of-00001.parquet": table([{**json.loads(MATH_LINE), "level": "Level 3", "type": subject}] * 2)
+        for part in ("train", "test") for subject in (
+            "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+            "precalculus")}  # fmt: skip
+    server.repositories["datasets/HuggingFaceH4/MATH-500"] = {
+        "test.jsonl": json.dumps({"problem": "1?", "answer": "1", "subject": "Algebra", "level": 2}).encode(), "README.md": b"x"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+    def ask(expression, processes=1, **extra):
+        script = f"""
+import data
+try:
+    print(repr({expression}))
+except data.UserError as error:
+    print("refused:", error)"""
+        started = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                    env={**environment, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", **extra})
+                   for _ in range(processes)]  # fmt: skip
+        said = [process.communicate(timeout=100) for process in started]
+        assert all(out for out, _ in said), said
+        return [out.strip() for out, _ in said]
+
+    server.ask, server.cache = ask, tmp_path / "cache"
+    server.environment = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(server.cache), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def fetched(hub):
+    return [path.rpartition("/")[2] for method, path in hub.log if method == "GET" and "/resolve/" in path]
+
+
+def test_a_model_by_name_is_fetched_once_and_then_needs_no_network(hub):
+    [said] = hub.ask("sorted(p.name for p in __import__('pathlib').Path(data.local_model('org/tiny')).iterdir())")
+    wanted = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert said == repr(wanted) and sorted(fetched(hub)) == wanted, "only the files needed"
+    hub.log.clear()
+    [folder] = hub.ask("data.local_model('org/tiny')")
+    assert not fetched(hub), "a cache hit"
+    assert Path(folder.strip("'"), "model.safetensors").read_bytes() == (ROOT / "tiny/model/model.safetensors").read_bytes()
+    hub.log.clear()
+    assert hub.ask("data.local_model('org/tiny')", HF_HUB_OFFLINE="1") == [folder] and not hub.log
+    assert hub.ask("data.local_model('org/tiny')", HF_ENDPOINT="http://127.0.0.1:9") == [folder]  # nobody answers there
+
+
+def test_data_sets_by_name(hub):
+    expression = "[[(p.answer, p.level, p.subject) for p in data.load_problems(data.local_files(name))] for name in data.DATASETS]"
+    subjects = [path.partition("/")[0] for path in hub.repositories["datasets/EleutherAI/hendrycks_math"] if "train" in path]
+    [said] = hub.ask(expression)
+    assert len(subjects) == 7 and said == repr([[("2", None, None)] * 3, [("2", None, None)] * 2, 
+                         [(r"\frac{1}{2}", "Level 3", subject) for subject in subjects for _ in range(2)],
+                         [("1", "2", "Algebra")]])  # fmt: skip
+    assert len(fetched(hub)) == 10 and "README.md" not in fetched(hub)
+    assert hub.ask(expression, HF_HUB_OFFLINE="1") == [said]
+    assert data.local_files("some.jsonl") == ["some.jsonl"]
+
+
+@pytest.mark.parametrize("expression, named", [
+    ("data.local_model('org/missing')", "checkpoint folder"), ("data.local_model('missing')", "hub name"),
+    ("data.local_model('a/b/c')", "hub name"), ("data.local_model('../x')", "folder"), ("data.local_model('org/empty')", "config.json"),
+    ("data.local_files('math_500')", "in place of math_500"),
+])  # fmt: skip
+def test_what_the_hub_has_not_is_one_line_that_names_the_way_out(hub, expression, named):
+    hub.repositories["models/org/empty"] = {"README.md": b"x"}
+    del hub.repositories["datasets/HuggingFaceH4/MATH-500"]
+    [said] = hub.ask(expression)
+    assert said.startswith("refused: ") and named in said and "\n" not in said and len(said) < 500
+
+
+def test_without_network_and_cache_it_is_one_line(hub):
+    for extra in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        [said] = hub.ask("data.local_model('org/tiny')", **extra)
+        assert said.startswith("refused: org/tiny: ") and "give --model a checkpoint folder" in said and "\n" not in said
+
+
+def test_a_truncated_download_is_refused_and_made_good(hub):
+    """Half a weights file must never be taken for the file: the size is checked, and the next call fetches it again."""
+    hub.log.clear()
+    hub.ask("data.local_model('org/tiny')")
+    path = next("/" + path for method, path in hub.log if path.endswith("model.safetensors"))
+    shutil.rmtree(hub.cache)
+    hub.truncated.add(path)
+    [said] = hub.ask("data.local_model('org/tiny')")
+    assert said.startswith("refused: ") and "\n" not in said, said
+    hub.truncated.clear()
+    [folder] = hub.ask("data.local_model('org/tiny')")
+    assert Path(folder.strip("'"), "model.safetensors").read_bytes() == (ROOT / "tiny/model/model.safetensors").read_bytes()
+
+
+def test_two_processes_fetch_at_once(hub):
+    folders = hub.ask("data.local_model('org/tiny')", processes=3)
+    assert len(set(folders)) == 1 and Path(folders[0].strip("'"), "model.safetensors").stat().st_size > 1e6
+
+
+def test_processes_of_one_machine_fetch_once(hub):
+    """The others wait: four ranks that each fetch a model of 16 GB at the same time would only disturb each other."""
+    done = launch(2, ROOT / "eval.py", "--model", "org/tiny", "--data", "math_500", "--samples", 1, "--max_new_tokens", 4, "--device",
+                  "cpu", "--sequence_length", 64, "--out", hub.cache.parent / "out", **hub.environment)  # fmt: skip
+    assert done.returncode == 0 and "| math_500" in done.stdout, done.stderr[-2000:]
+    assert len(fetched(hub)) == len(set(fetched(hub))) == 6
+    asked = [path for _, path in hub.log if "/revision/" in path]
+    assert len(asked) == 2, "one question for the model and one for the data"
+
+
+def test_parquet_mistakes_name_file_and_row(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"question": "1?", "answer": "#### 1"}, {"question": None, "answer": "#### 1"}]), path)
+    with pytest.raises(UserError, match="x.parquet, line 2: field question"):
+        load_problems([path])
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(UserError, match="x.parquet: ") as caught:
+        load_problems([path])
+    assert "\n" not in str(caught.value)

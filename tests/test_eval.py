@@ -1,16 +1,19 @@
 """eval.py against enumeration and recounts, on a random Qwen3 whose every answer is one token.
 
-Together these tests prove: pass@k is the unbiased estimate and is refused where there is none, every attempt is made
-exactly once whatever the number of processes, and what the command prints is what a recount of its rollouts says.
+Together these tests prove: every attempt is made exactly once whatever the number of processes and however often they
+were killed, what the command prints is what a recount of its rollouts says, and results of other settings never mix.
 """
 
 import itertools
 import json
 import math
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
-from fractions import Fraction
+import time
 
 import pytest
 import torch
@@ -18,9 +21,8 @@ import torch
 import data
 import eval as eval_file
 import fsdp_utils
-from errors import UserError
-from eval import Attempt, attempt, evaluate, exchange, load_model, pass_at_k, share, table
-from fsdp_utils import Ranks
+from console import UserError
+from eval import Attempt, all_pairs, attempt, evaluate, exchange, load_model, share
 from model import Qwen3, Qwen3Config, save_weights
 from rollout import Rollout
 
@@ -87,32 +89,14 @@ def world_of_one():
     torch.set_num_threads(threads)
 
 
-# pass@k and shares
-
-
-def test_pass_at_k_is_the_exact_enumeration():
-    """All subsets of k of n samples, the first c of which are right. 1e-12: one division of integers in float64."""
-    for n in range(1, 7):
-        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-            subsets = list(itertools.combinations(range(n), k))
-            exact = Fraction(sum(any(i < c for i in subset) for subset in subsets), len(subsets))
-            assert math.isclose(pass_at_k(n, c, k), exact, abs_tol=1e-12), (n, c, k)
-    assert pass_at_k(4, 1, 4) == 1 and pass_at_k(32, 0, 32) == 0 and pass_at_k(6, 6, 1) == 1
-    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)  # no overflow either
-
-
-@pytest.mark.parametrize("n, k", [(2, 5), (4, 5), (1, 2), (3, 0), (3, -1)])
-def test_pass_at_k_beyond_the_samples_is_refused(n, k):
-    """estimate_pass_at_k([2], [0], 5) gave 1.0 without a single right sample (openai/human-eval issue 35)."""
-    with pytest.raises(UserError, match=f"pass@{k}"):
-        pass_at_k(n, 0, k)
+# Shares
 
 
 @pytest.mark.parametrize("problems, samples", [(1, 1), (5, 3), (7, 16), (2, 1), (256, 4), (0, 4)])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 7, 64])
 def test_share_covers_every_attempt_once(problems, samples, world):
     """DistributedSampler repeats items where the set is not divisible, and accuracy then depends on the GPUs."""
-    parts = [share(problems, samples, rank, world) for rank in range(world)]
+    parts = [share(all_pairs(problems, samples), rank, world) for rank in range(world)]
     made = [(problem, sample) for part in parts for problem, mine in part.items() for sample in mine]
     assert made == list(itertools.product(range(problems), range(samples)))  # in order, too
     sizes = [sum(map(len, part.values())) for part in parts]
@@ -140,18 +124,23 @@ def recount(rollouts, answers):
     return expected
 
 
+def every_attempt(model, tokenizer, problems, prompts, samples, seed):
+    return attempt(model, tokenizer, [p.answer for p in problems], prompts, share(all_pairs(len(problems), samples), 0, 1),
+                   [(seed, "eval", p.question) for p in problems], **SAMPLING)  # fmt: skip
+
+
 def test_evaluate_counts_what_a_recount_counts(setup, world_of_one):
     """1e-9: the same ratios in another order. Per problem first, then the mean: with all attempts of all problems put
     in as one problem's, pass@10 came out as 97.7 % (paiml/aprender PR 2118)."""
     model, tokenizer, problems, prompts = setup
-    metrics = evaluate(model, tokenizer, problems, prompts, 5, 3, world_of_one, **SAMPLING)
-    attempts = attempt(model, tokenizer, [p.answer for p in problems], prompts, 5, (3, "eval"), world_of_one, **SAMPLING)
+    metrics = evaluate(model, tokenizer, problems, prompts, 5, 2, world_of_one, **SAMPLING)
+    attempts = every_attempt(model, tokenizer, problems, prompts, 5, 2)
     expected = recount([(a.problem, a.rollout) for a in attempts], [p.answer for p in problems])
     assert metrics.keys() == expected.keys() == {"length", "cut", "no_answer", "pass@1", "pass@2", "pass@4"}
     assert metrics == pytest.approx(expected, abs=1e-9)
     assert 0 < metrics["pass@1"] < metrics["pass@2"] < metrics["pass@4"] < 1
     assert all(0 < metrics[name] < 1 for name in ("cut", "no_answer"))
-    assert metrics == evaluate(model, tokenizer, problems, prompts, 5, 3, world_of_one, **SAMPLING)
+    assert metrics == evaluate(model, tokenizer, problems, prompts, 5, 2, world_of_one, **SAMPLING)
     assert metrics != evaluate(model, tokenizer, problems, prompts, 5, 4, world_of_one, **SAMPLING)
 
 
@@ -159,8 +148,8 @@ def test_attempts_do_not_depend_on_the_number_of_ranks(setup):
     model, tokenizer, problems, prompts = setup
 
     def all_of(world):
-        parts = [attempt(model, tokenizer, [p.answer for p in problems], prompts, 3, (0, 1), Ranks(rank, world, CPU),
-                         **SAMPLING) for rank in range(world)]  # fmt: skip
+        parts = [attempt(model, tokenizer, [p.answer for p in problems], prompts, share(all_pairs(7, 3), rank, world),
+                         [(0, 1, p) for p in range(7)], **SAMPLING) for rank in range(world)]  # fmt: skip
         return [(a.problem, a.sample, a.rollout.completion, a.text, a.correct, a.reason) for part in parts for a in part]
 
     alone = all_of(1)
@@ -171,7 +160,7 @@ def test_attempts_do_not_depend_on_the_number_of_ranks(setup):
 
 def test_attempt_decodes_without_special_tokens_and_grades_the_text(setup):
     model, tokenizer, problems, prompts = setup
-    for a in attempt(model, tokenizer, [p.answer for p in problems], prompts, 4, (1,), Ranks(0, 1, CPU), **SAMPLING):
+    for a in every_attempt(model, tokenizer, problems, prompts, 4, 1):
         assert a.text == " ".join(WORDS[t] for t in a.rollout.completion if t not in (1, 2, 3))
         assert a.rollout.prompt == prompts[a.problem] and a.correct is (a.reason == "right")
         assert max(a.rollout.completion) < 28
@@ -198,40 +187,55 @@ def test_exchange_round_trip(world_of_one, count):
 # The table and the command
 
 
-def test_table_weights_overall_by_problems():
-    """The reference recipe's own numbers: 1,319 problems at 80.72 and 500 at 69.94 are 77.76 overall, not 75.33."""
-    rows = [("gsm8k", 1319, {"length": 100.0, "cut": 0.0, "no_answer": 0.02, "pass@1": 0.8072, "pass@32": 0.9666}),
-            ("math", 500, {"length": 400.0, "cut": 0.1, "no_answer": 0.0, "pass@1": 0.6994, "pass@32": 0.9380})]  # fmt: skip
-    lines = table(rows).splitlines()
-    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 5
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0][:4] == ["dataset", "problems", "pass@1", "pass@32"]
-    assert cells[2][:4] == ["gsm8k", "1319", "80.72", "96.66"] and cells[3][:4] == ["math", "500", "69.94", "93.80"]
-    assert cells[4] == ["Overall", "1819", "77.76", "95.87", "182", "2.7%", "1.5%"]
-
-
 def run_main(capsys, *argv):
     threads = torch.get_num_threads()
     eval_file.main([str(a) for a in argv])
     torch.set_num_threads(threads)
+    fsdp_utils.unlock()
     return capsys.readouterr().out
 
 
-def command(folder, *names):
+def command(folder, out, *names):
     return ["--model", str(folder), "--samples", "4", "--max_new_tokens", "8", "--sequence_length", "64", "--device", "cpu",
-            "--data", *(f"{name}={folder.parent / name}.jsonl" for name in names)]  # fmt: skip
+            "--out", str(out), *(f"--data={name}={folder.parent / name}.jsonl" for name in names)]  # fmt: skip
 
 
-def test_command_prints_the_table(folder, setup, capsys):
-    out = run_main(capsys, *command(folder, "short", "long"), "--seed", 3)
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.strip().splitlines()]
-    assert [row[:2] for row in cells[2:]] == [["short", "2"], ["long", "7"], ["Overall", "9"]]
+def cells_of(out):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+
+
+def test_command_prints_the_table(folder, setup, capsys, tmp_path):
+    out = run_main(capsys, *command(folder, tmp_path / "out", "short", "long"), "--seed", 3)
+    cells = cells_of(out)
+    assert [row[:2] for row in cells[2::2]] == [["short", "2"], ["long", "7"], ["Overall", "9"]]
     model, tokenizer, problems, prompts = setup
-    attempts = attempt(model, tokenizer, [p.answer for p in problems], prompts, 4, (3, "eval"), Ranks(0, 1, CPU), **SAMPLING)
-    expected = recount([(a.problem, a.rollout) for a in attempts], [p.answer for p in problems])
-    assert cells[3][2:5] == [f"{100 * expected[f'pass@{k}']:.2f}" for k in (1, 2, 4)]
-    limited = run_main(capsys, *command(folder, "long"), "--seed", 3, "--limit", 2)
-    assert "| long | 2 |" in limited and "| Overall | 2 |" in limited
+    expected = recount([(a.problem, a.rollout) for a in every_attempt(model, tokenizer, problems, prompts, 4, 3)],
+                       [p.answer for p in problems])  # fmt: skip
+    assert cells[4][2:5] == [f"{100 * expected[f'pass@{k}']:.2f}" for k in (1, 2, 4)]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["all"]
+    assert results["long"]["problems"] == 7 and results["long"]["pass@1"][0] == pytest.approx(expected["pass@1"])
+    weighted = [(2 * results["short"][name][0] + 7 * results["long"][name][0]) / 9 for name in expected]
+    assert [results["Overall"][name][0] for name in expected] == pytest.approx(weighted)
+    assert (tmp_path / "out" / "results.md").read_text().splitlines() == [line for line in out.splitlines() if "|" in line]
+    kept = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(r["data"], r["problem"], r["sample"]) for r in kept] == [
+        (name, p, s) for name, n in (("long", 7), ("short", 2)) for p in range(n) for s in range(4)]  # fmt: skip
+    assert run_main(capsys, *command(folder, tmp_path / "out", "short", "long"), "--seed", 3) == out  # nothing left to do
+    limited = run_main(capsys, *command(folder, tmp_path / "limited", "long"), "--seed", 3, "--limit", 2)
+    assert cells_of(limited)[2][:2] == ["long", "2"] and "Overall" not in limited
+    # the same question draws the same samples, whatever stands beside it
+    assert (tmp_path / "limited" / "samples.jsonl").read_text().splitlines() == [json.dumps(r) for r in kept[:8]]
+
+
+def test_table_by_level_and_subject(folder, capsys, tmp_path):
+    levels = ["Level 1", "Level 2", "Level 1", None]
+    rows = [{"problem": f"q{i} q1", "answer": str(i), **({"level": level, "subject": "Algebra"} if level else {})}
+            for i, level in enumerate(levels)]  # fmt: skip
+    (folder.parent / "levels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = run_main(capsys, *command(folder, tmp_path / "out", "levels"))
+    by_level, by_subject = out.split("levels by level:")[1].split("levels by subject:")
+    assert [row[:2] for row in cells_of(by_level)[2::2]] == [["Level 1", "2"], ["Level 2", "1"]]
+    assert [row[:2] for row in cells_of(by_subject)[2::2]] == [["Algebra", "3"]]
 
 
 def test_command_completes_a_prompt(folder, capsys):
@@ -246,11 +250,12 @@ def test_command_completes_a_prompt(folder, capsys):
 WORKER = """
 import sys
 import eval as eval_file
-from eval import Attempt, evaluate, exchange
+import fsdp_utils
+from eval import Attempt, exchange
 from rollout import Rollout
 
-def evaluate_after_exchange(*args, **options):
-    rank = args[6].rank
+def exchange_first(*args):
+    rank = args[5].rank
     mine = [Attempt(rank, i, Rollout([1], [5] * (i + 1), [-1.0 - i] * (i + 1), "stop"), "t", i == 0, ("right", "wrong", "timeout")[rank])
             for i in range((0, 3, 1)[rank])]
     found = [(a.problem, a.sample, len(a.rollout.completion), a.rollout.logprobs[0], a.correct, a.reason)
@@ -258,24 +263,149 @@ def evaluate_after_exchange(*args, **options):
     assert found == [(1, 0, 1, -1.0, True, "wrong"), (1, 1, 2, -2.0, False, "wrong"),
                      (1, 2, 3, -3.0, False, "wrong"), (2, 0, 1, -1.0, True, "timeout")], found
     assert exchange([]) == []
-    return evaluate(*args, **options)
+    return sample_all(*args)
 
-eval_file.evaluate = evaluate_after_exchange
+sample_all, eval_file.sample_all = eval_file.sample_all, exchange_first
 eval_file.main(sys.argv[1:])
 """
 
 
 def test_three_processes_exchange_and_print_the_same_table(folder, tmp_path, capsys):
-    """Three ranks exchange 0, 3 and 1 attempts, and share 2 and 7 attempts: one of them has no work in the first file."""
+    """Three ranks exchange 0, 3 and 1 attempts, and share 9 attempts; then 2, where one of them has nothing to do."""
     (tmp_path / "worker.py").write_text(WORKER)
-    argv = [*command(folder, "short", "long"), "--samples", "1", "--seed", "7"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3", "worker.py"]
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(eval_file.__file__)}
-    done = subprocess.run([*launch, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    table = run_main(capsys, *argv)
-    assert done.stdout.strip() == table.strip()
-    assert "| long | 7 | 0.00 |" not in table and "| long | 7 | 100.00 |" not in table
+    for names in (["short", "long"], ["short"]):
+        argv = ["--seed", "7", "--samples", "1"]
+        done = subprocess.run([*launch, *command(folder, tmp_path / "three", *names), *argv], cwd=tmp_path, env=environment,
+                              capture_output=True, text=True, timeout=240)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        alone = run_main(capsys, *command(folder, tmp_path / "one", *names), *argv)
+        assert cells_of(done.stdout) == cells_of(alone) and len(cells_of(alone)) > 3
+        for name in ("samples.jsonl", "results.md"):
+            assert (tmp_path / "three" / name).read_text() == (tmp_path / "one" / name).read_text()
+        assert not list((tmp_path / "three").glob("samples-*"))
+        for out in ("one", "three"):
+            shutil.rmtree(tmp_path / out)
+
+
+# Interrupted
+
+
+def torn(out, kept):
+    """What a killed evaluation of two processes leaves: some lines, one of them torn, and one twice."""
+    lines = (out / "samples.jsonl").read_text().splitlines(keepends=True)
+    (out / "samples.jsonl").write_text("".join(lines[:3]))
+    (out / "samples-00000.jsonl").write_text("".join(lines[2:kept]) + lines[kept][:20])
+    (out / "samples-00001.jsonl").write_text("".join(lines[-4:]) + lines[0][:-1])
+    for name in ("results.md", "results.json"):
+        (out / name).unlink()
+
+
+@pytest.mark.parametrize("kept", [3, 17, 31])
+def test_an_interrupted_evaluation_goes_on(folder, tmp_path, capsys, kept, monkeypatch):
+    out = run_main(capsys, *command(folder, tmp_path / "out", "short", "long"))
+    whole = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    torn(tmp_path / "out", kept)
+    made = []
+    monkeypatch.setattr(eval_file.Records, "add", lambda self, entry, add=eval_file.Records.add: made.append(entry) or add(self, entry))
+    assert run_main(capsys, *command(folder, tmp_path / "out", "short", "long")) == out
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == whole
+    assert len(made) == 36 - kept - 4, "what was finished is not sampled again"
+
+
+@pytest.mark.parametrize("change, named", [
+    (["--samples", "2"], "samples 4, not 2"), (["--seed", "1"], "seed 0, not 1"), (["--temperature", "0.5"], "temperature 1.0, not 0.5"),
+    (["--limit", "1"], "data"), (["--instruction", ""], "instruction"), (["--max_new_tokens", "7"], "max_new_tokens 8, not 7"),
+    (["--top_k", "3"], "top_k"), (["--system", "q3"], "system"),
+])  # fmt: skip
+def test_other_settings_are_refused_with_the_difference(folder, tmp_path, capsys, change, named):
+    """And the results stay as they are."""
+    run_main(capsys, *command(folder, tmp_path / "out", "short"))
+    whole = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(UserError, match="another --out") as caught:
+        eval_file.main.__wrapped__([*command(folder, tmp_path / "out", "short"), *change])
+    fsdp_utils.shutdown()
+    fsdp_utils.unlock()
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == whole
+
+
+def test_another_model_is_refused(folder, tmp_path, capsys):
+    """One weight in 10,000 is enough: the results of two checkpoints must never be one table."""
+    run_main(capsys, *command(folder, tmp_path / "out", "short"))
+    shutil.copytree(folder, tmp_path / "model")
+    content = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+    content[-100] ^= 1
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    done = subprocess.run([sys.executable, eval_file.__file__, *command(tmp_path / "model", tmp_path / "out"),
+                           f"--data=short={folder.parent / 'short.jsonl'}"], capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2 and "holds an evaluation with model" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_two_evaluations_do_not_share_a_folder(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    fsdp_utils.lock(tmp_path / "out")
+    try:
+        done = subprocess.run([sys.executable, eval_file.__file__, *command(folder, tmp_path / "out", "short")],
+                              capture_output=True, text=True, timeout=120)  # fmt: skip
+    finally:
+        fsdp_utils.unlock()
+    assert done.returncode == 2 and "another process" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device that is always full")
+def test_a_full_disk_is_one_line_and_loses_nothing(folder, tmp_path, capsys):
+    out = run_main(capsys, *command(folder, tmp_path / "out", "short", "long"))
+    torn(tmp_path / "out", 17)
+    (tmp_path / "full.py").write_text(
+        "import sys, eval\nsys.path.insert(0, '.')\nopen_ = open\n"
+        "eval.open = lambda path, *a: open_('/dev/full' if 'samples-' in str(path) else path, *a)\neval.main(sys.argv[1:])")  # fmt: skip
+    done = subprocess.run([sys.executable, str(tmp_path / "full.py"), *command(folder, tmp_path / "out", "short", "long")],
+                          env={**os.environ, "PYTHONPATH": os.path.dirname(eval_file.__file__)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 2 and "No space left" in done.stderr and "error:" in done.stderr.splitlines()[-1]
+    assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 21
+    assert run_main(capsys, *command(folder, tmp_path / "out", "short", "long")) == out
+
+
+def killed(argv, processes, out, seconds):
+    """Starts the evaluation on `processes` processes and kills all of them `seconds` after the first sample."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    running = subprocess.Popen([sys.executable, *launch, eval_file.__file__, *argv], start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    if seconds is None:
+        return running.communicate(timeout=600)[0]
+    while running.poll() is None and not any(path.stat().st_size for path in out.glob("samples-*")):
+        time.sleep(0.02)
+    time.sleep(seconds)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+
+
+def count_samples(out):
+    return len({json.loads(line)["problem"] * 1000 + json.loads(line)["sample"] for path in out.glob("samples*.jsonl")
+                for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")})  # fmt: skip
+
+
+@pytest.mark.parametrize("problems, samples, wait, processes", [
+    (40, 8, 0.3, (2, 1)), pytest.param(200, 32, 4, (2, 3, 1), marks=pytest.mark.slow)])  # fmt: skip
+def test_killed_at_random_moments_it_prints_the_same_table(tmp_path, problems, samples, wait, processes):
+    """The tiny model, SIGKILL to every process at once, each time restarted on another number of processes."""
+    root = os.path.dirname(eval_file.__file__)
+    argv = ["--model", f"{root}/tiny/model", "--data", f"tiny={root}/tiny/test.jsonl", "--limit", str(problems), "--samples",
+            str(samples), "--max_new_tokens", "48", "--sequence_length", "96", "--device", "cpu"]  # fmt: skip
+    whole = killed([*argv, "--out", str(tmp_path / "whole")], 1, tmp_path / "whole", None)
+    seed = int(time.time())
+    counts, out, draw = [0], tmp_path / "out", random.Random(seed)
+    for n in processes:
+        killed([*argv, "--out", str(out)], n, out, draw.random() * wait)
+        counts.append(count_samples(out))
+    last = killed([*argv, "--out", str(out)], 2, out, None)
+    print(f"seed {seed}: killed at {counts[1:]} of {problems * samples} samples")
+    assert counts == sorted(counts) and 0 < counts[1]
+    assert cells_of(last) == cells_of(whole) and len(cells_of(whole)) == 4, seed
+    assert (out / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
 
 
 # Mistakes
@@ -288,7 +418,8 @@ def test_three_processes_exchange_and_print_the_same_table(folder, tmp_path, cap
     # each of these once hung, crashed or was silently accepted
     ["--prompt", "x", "--max_batch", "0"], ["--data", "a=b", "--max_new_tokens", "-5"], ["--prompt", "x", "--flag"],
     ["--prompt", "x", "--temperature", "nan"], ["--prompt", "x", "--temperature", "1e-40"],
-    ["--prompt", "x", "--sequence_length", "-1"],
+    ["--prompt", "x", "--sequence_length", "-1"], ["--data", "a=b", "a=c"], ["--data", "Overall=b"],
+    ["--data", "gsm8k_test", "--data", "gsm8k_test=x"],
 ])  # fmt: skip
 def test_wrong_options_are_user_errors(options):
     with pytest.raises(UserError) as caught:
@@ -300,8 +431,8 @@ def test_wrong_options_are_user_errors(options):
     (["--model", "nowhere"], "nowhere"), (["--data", "a=missing.jsonl"], "missing.jsonl"), (["--data", "nofile"], "NAME=FILE"),
     (["--sequence_length", "100000"], "100000"), (["--sequence_length", "3"], "2 of 2 problems skipped"),
 ])  # fmt: skip
-def test_mistake_is_one_line_and_exit_code_2(folder, change, named):
-    done = subprocess.run([sys.executable, eval_file.__file__, *command(folder, "short"), *change],
+def test_mistake_is_one_line_and_exit_code_2(folder, tmp_path, change, named):
+    done = subprocess.run([sys.executable, eval_file.__file__, *command(folder, tmp_path / "out", "short"), *change],
                           capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and named in done.stderr and done.stderr.startswith("error: ")

@@ -12,7 +12,6 @@ Tolerances: fp32 has 24 bits, so values of size 10 that went through two layers 
 import gc
 import itertools
 import json
-import shutil
 import weakref
 
 import pytest
@@ -21,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import fsdp_utils
 import model as model_file
-from errors import UserError
-from model import PackedAttention, Qwen3, Qwen3Config, export, load_weights, read_json, save_weights
+from console import UserError
+from model import PackedAttention, Qwen3, Qwen3Config, load_weights, read_json, save_weights
 from rollout import generate
 
 fsdp_utils.reproducible_matmul()  # at import, that is before any test file has multiplied anything
@@ -497,89 +496,6 @@ def test_saving_holds_one_shard_at_a_time(tmp_path):
     save_weights(tensors(), tmp_path, max_shard_bytes=1200)
     assert len(list(tmp_path.glob("model-*-of-00007.safetensors"))) == 7
     assert most <= 5, "three of a shard, the one that did not fit, and the one being made"
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A base checkpoint folder as a user has it, less its weights."""
-    folder = tmp_path / "source"
-    raw = {k: v for k, v in SMALL.items() if k != "torch_dtype"}
-    config_of({**raw, "dtype": "float32", "eos_token_id": 5, "bos_token_id": 4}, folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 4], "pad_token_id": 4, "top_k": 20}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_text(f"the content of {name}")
-    return folder
-
-
-def bf16_tensors(model):
-    return iter([(name, p.detach().bfloat16()) for name, p in model.named_parameters()])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_export_loads_in_transformers_with_the_same_bits(tmp_path, source, tied):
-    """Found in other projects: fp32 tensors under a bf16 config (twice the size), a generation_config.json left behind
-    (the served model never stops: 86 of 105 requests ran into the limit), lm_head of a tied model written or lost."""
-    transformers = pytest.importorskip("transformers")
-    raw = {**read_json(source / "config.json"), "tie_word_embeddings": tied}
-    model = random_model(config_of(raw, source))
-    folder = tmp_path / "run" / "step-0200"
-    export(bf16_tensors(model), source, folder)
-    assert not list(folder.parent.glob("*.tmp*"))
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    weights = loaded.state_dict()
-    for name, parameter in model.named_parameters():
-        assert weights[name].dtype == torch.bfloat16 and torch.equal(weights[name], parameter.bfloat16()), name
-    assert torch.equal(weights["lm_head.weight"], model.head_weight.bfloat16())
-    assert loaded.generation_config.eos_token_id == [5, 4] and loaded.config.tie_word_embeddings is tied
-    written = read_json(folder / "config.json")
-    assert written.get("torch_dtype", written.get("dtype")) == "bfloat16" and written["eos_token_id"] == 5
-    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (folder / file).read_bytes() == (source / file).read_bytes()
-    again = fresh(folder)
-    load_weights(again, folder)
-    assert all(torch.equal(t, model.state_dict()[name].bfloat16().float()) for name, t in again.state_dict().items())
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert size < 2.2 * sum(p.numel() for p in model.parameters())
-
-
-def test_export_appears_complete_or_not_at_all(tmp_path, source):
-    """A run killed while it saves must not leave a folder that looks like a checkpoint, nor lose the one before."""
-    model = random_model(config_of(read_json(source / "config.json"), source))
-    folder = tmp_path / "run" / "step-0200"
-
-    def dying():
-        yield from itertools.islice(bf16_tensors(model), 7)
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        export(dying(), source, folder)
-    assert not folder.exists()
-    export(bf16_tensors(model), source, folder)  # what the failed one left behind is no hindrance
-    good = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(OSError, match="disk full"):
-        export(dying(), source, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == good
-    export(bf16_tensors(model), source, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == good
-
-
-def test_export_of_a_process_that_only_takes_part(tmp_path, source):
-    """Ranks other than 0 must draw every tensor (each is a collective gather) and write nothing."""
-    drawn = []
-    export((drawn.append(i) or (f"t{i}", None) for i in range(5)), source, tmp_path / "run" / "step-0200")
-    assert drawn == [0, 1, 2, 3, 4] and not (tmp_path / "run").exists()
-
-
-def test_export_without_the_optional_files(tmp_path, source):
-    for path in source.iterdir():
-        if path.name != "config.json":
-            path.unlink()
-    model = random_model(config_of(read_json(source / "config.json"), source))
-    export(bf16_tensors(model), source, tmp_path / "export")
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
-    shutil.rmtree(source)
-    load_weights(fresh(tmp_path / "export"), tmp_path / "export")
 
 
 def test_model_file_knows_nothing_of_processes_or_sampling():

@@ -581,8 +581,22 @@ def test_no_more_rows_than_max_batch_decode_together(model, monkeypatch):
 def test_progress_counts_every_completion(model):
     calls = []
     rollouts = run(model, PROMPTS, keys_of(PROMPTS, 5), max_batch=8, progress=lambda *numbers: calls.append(numbers))
-    assert calls == sorted(calls) and calls[-1] == (35, sum(len(r.completion) for r in rollouts))
-    assert len({finished for finished, _ in calls}) > 5
+    done, alive, drawn = zip(*calls)
+    assert list(done) == sorted(done) and list(drawn) == sorted(drawn)
+    assert calls[-1] == (35, 0, sum(len(r.completion) for r in rollouts)) and max(alive) <= 8
+    assert len(set(done)) > 5
+
+
+def test_every_completion_is_announced_once_when_it_ends(model):
+    seen = {}
+
+    def finished(index, rollout):
+        assert index not in seen
+        seen[index] = list(rollout.completion)
+
+    rollouts = run(model, PROMPTS, keys_of(PROMPTS, 5), max_batch=8, on_finish=finished)
+    assert [seen[i] for i in range(35)] == [r.completion for r in rollouts]
+    assert list(seen) != sorted(seen), "in the order in which they end"
 
 
 def test_generate_leaves_no_graph_and_no_change_behind(model):

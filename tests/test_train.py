@@ -35,7 +35,7 @@ from workers_common import (
 import fsdp_utils
 import grader
 import train
-from errors import UserError
+from console import UserError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VALID, VOCAB = 259, 263  # 256 bytes and the special tokens; the logits have more rows, and a prime number of them
@@ -110,7 +110,7 @@ def run(flags, tmp_path, monkeypatch):
             train.main.__wrapped__(flags(out, **overrides))
         finally:
             if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+                fsdp_utils.shutdown()
         return read(out, "metrics")
 
     yield go
@@ -134,7 +134,7 @@ def worlds(made, tmp_path_factory):
     folders = {}
     for world in (1, 2, 3):
         folders[world] = tmp_path_factory.mktemp("worlds") / f"run-{world}"
-        overrides = dict(steps=4 if world == 2 else 1, save_every=int(world == 2))
+        overrides = dict(steps=4 if world == 2 else 1, save_every=int(world == 2), keep=0)
         # steps decides the learning rate after step 1 only; python alone for 1, torchrun for the others
         done = launch(world if world > 1 else 0, "train.py", *command(made, folders[world], **overrides))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -211,8 +211,9 @@ def test_an_exported_checkpoint_loads_as_it_is(worlds, made):
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
         assert "lm_head.weight" not in file.keys()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (made / "model" / name).read_bytes()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [VALID - 3, VALID - 1]
     masters = [load_file(worlds[2] / f"state-0004/rank-0000{rank}.safetensors") for rank in (0, 1)]
     for name, tensor in load_file(folder / "model.safetensors").items():
         full = torch.cat([rank[f"{name}.master"] for rank in masters])
@@ -238,7 +239,8 @@ def test_metrics_and_rollouts_files(run, tmp_path):
     assert [row["epoch"] for row in rows[1:]] == [step * 3 / 11 for step in (1, 2, 3, 4, 5)]
     assert len(read(tmp_path / "run", "rollouts")) == 5 * 3
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "config.json", "metrics.jsonl", "rollouts.jsonl", *(f"{k}-000{s}" for k in ("state", "step") for s in (2, 4, 5))}  # fmt: skip
+        ".lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "state-0004", "state-0005",  # the newest two
+        *(f"step-000{s}" for s in (2, 4, 5))}  # fmt: skip
 
 
 def test_the_saved_config_is_the_effective_one(run, tmp_path):
@@ -340,7 +342,7 @@ def alone(made, flags, monkeypatch):
 
     def build(**overrides):
         config = train.parse_config(flags(warmup_steps=0, weight_decay=0.1, **overrides))[0]
-        model = train.build_model(config, ranks, torch.float32)
+        model = train.build_model(config, config.model, ranks, torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=config.weight_decay, fused=True)
         rollouts = tiny_rollouts([(4, 3), (4, 6)] * 4, VALID)
 
@@ -424,13 +426,13 @@ def test_a_gradient_that_is_no_number_stops_the_run(alone):
 def test_the_defaults_are_the_reference_recipe():
     """design.md, section 2, row by row."""
     recipe = dict(
-        model="Qwen/Qwen3-1.7B", train_data=["gsm8k_train.jsonl", "math_train.jsonl"], group_size=16, batch_size=256,
+        model="Qwen/Qwen3-1.7B", train_data=["gsm8k_train", "math_train"], group_size=16, batch_size=256,
         epsilon=0.02, kl_coef=0.0, gamma=1.0, divide_by_std=False, filter_groups=False, lr=1e-6, warmup_steps=25,
         steps=1500, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.01, grad_clip=0.3, sequence_length=8192,
         max_new_tokens=0, temperature=1.0, micro_batch_tokens=4 * 8192, save_every=200, thinking=False, system="",
         instruction=r"Please reason step by step, and put your final answer within \boxed{}.", reward="correct",
         reward_cut=True, eval_problems=256, eval_samples=4, wandb="", dtype="auto", resume=False, out="",
-        eval_data=["gsm8k_test.jsonl", "math_500.jsonl"],
+        eval_data=["gsm8k_test", "math_500"], keep=2,
     )  # fmt: skip
     config = dataclasses.asdict(train.parse_config([])[0])
     assert {name: config[name] for name in recipe} == recipe
@@ -480,7 +482,7 @@ def test_help_shows_every_field(capsys):
     (["--lr", "nan"], ["lr", "nan"]),
     (["--steps", "2.5"], ["steps", "2.5"]),
     (["--steps"], ["steps"]),
-    (["--group_size", "1"], ["group_size", "at least 2"]),
+    (["--group_size", "1"], ["group_size is 1", "2.."]),
     (["--group_size", "0"], ["group_size"]),
     (["--group_size", "-4"], ["group_size"]),
     (["--batch_size", "250"], ["batch_size 250", "multiple of group_size 16"]),
@@ -546,7 +548,7 @@ def broken(name):
 
     good = b'{"question": "1+1=", "answer": "#### 2"}\n'
     return {
-        "no model folder": (lambda f: shutil.rmtree(f / "model"), {}, ["model", "config.json"]),
+        "no model folder": (lambda f: shutil.rmtree(f / "model"), {}, ["model", "no such folder"]),
         "no config": (lambda f: (f / "model/config.json").unlink(), {}, ["config.json"]),
         "no weights": (lambda f: (f / weights).unlink(), {}, ["model.safetensors"]),
         "a tensor missing": (drop, {}, ["missing", "model.layers.1.mlp.up_proj.weight"]),
@@ -586,8 +588,53 @@ def test_resuming_on_other_problems_is_refused(made, run, tmp_path):
     """J4: the order of problems would silently be another one."""
     run(tmp_path / "run", steps=2, save_every=1)
     shutil.rmtree(tmp_path / "run/state-0002")
-    refused(lambda: run(tmp_path / "run", steps=2, resume=True, train_data=[made / "gsm.jsonl"]), ["other training problems"])
+    refused(lambda: run(tmp_path / "run", steps=2, resume=True, train_data=[made / "gsm.jsonl"]), ["train_data", "--model"])
+    lines = (made / "gsm.jsonl").read_text().splitlines(keepends=True)
+    (made / "gsm.jsonl").write_text("".join(lines[1:] + lines[:1]))
+    try:
+        refused(lambda: run(tmp_path / "run", steps=2, resume=True), ["other training problems"])
+    finally:
+        (made / "gsm.jsonl").write_text("".join(lines))
     assert [row["step"] for row in read(tmp_path / "run", "metrics")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", [{"lr": 1.0}, {"seed": 1}, {"model": "elsewhere"}, {"eval_samples": 3}, {"reward": "correct"}])
+def test_resuming_with_other_settings_is_refused(run, tmp_path, change):
+    """It once overwrote config.json with lr 1.0 and mixed two held-out sets in one curve, and exited 0."""
+    run(tmp_path / "run", steps=1, save_every=1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    refused(lambda: run(tmp_path / "run", resume=True, **{"steps": 2, **change}), [f"--resume: {[*change][0]}"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+def test_a_finished_run_has_nothing_to_resume(run, tmp_path):
+    run(tmp_path / "run", steps=2, save_every=1)
+    before = (tmp_path / "run/config.json").read_bytes()
+    for steps in (1, 2):
+        refused(lambda steps=steps: run(tmp_path / "run", steps=steps, resume=True), ["step 2 of", "nothing left"])
+    assert (tmp_path / "run/config.json").read_bytes() == before
+
+
+def test_two_runs_never_share_a_folder(made, tmp_path, monkeypatch):
+    """Started in the same second, they once mixed their records in one folder, and both exited 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fsdp_utils.time, "strftime", lambda layout: "now")
+    fsdp_utils.init_distributed("cpu")
+    try:
+        folders = [fsdp_utils.open_run_folder("", False, "tiny")[0] for _ in range(3)]
+        assert [str(folder) for folder in folders] == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
+        with pytest.raises(UserError, match="holds another run|another process"):
+            fsdp_utils.open_run_folder("runs/tiny-now", False, "tiny")
+    finally:
+        fsdp_utils.shutdown()
+
+
+def test_keep_leaves_the_newest_states_and_every_export(run, tmp_path):
+    run(tmp_path / "run", steps=4, save_every=1, keep=1)
+    assert sorted(path.name for path in (tmp_path / "run").glob("st*")) == [
+        "state-0004", "step-0001", "step-0002", "step-0003", "step-0004"]  # fmt: skip
+    shutil.rmtree(tmp_path / "run/state-0004")
+    refused(lambda: run(tmp_path / "run", steps=4, resume=True), ["no checkpoint to resume from"])
 
 
 def error_lines(done):

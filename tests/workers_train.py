@@ -5,6 +5,7 @@
 On that rank the sampling of that step raises, as a full disk, a broken kernel or a bug would.
 """
 
+import os
 import sys
 
 import workers_common  # noqa: F401  puts the project on the path
@@ -15,11 +16,11 @@ import train
 def main(rank, step, flags):
     healthy, calls = train.attempt, []
 
-    def attempt(model, tokenizer, answers, prompts, samples, key, ranks, **options):
-        calls.append(key)
-        if ranks.rank == rank and len(calls) == step:
+    def attempt(*args, **options):
+        calls.append(step)
+        if int(os.environ["RANK"]) == rank and len(calls) == step:
             raise RuntimeError("planted fault: the sampler broke")
-        return healthy(model, tokenizer, answers, prompts, samples, key, ranks, **options)
+        return healthy(*args, **options)
 
     train.attempt = attempt
     train.main(flags)

@@ -22,8 +22,8 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import INSTRUCTION, Tokenizer, load_problems
-from eval import attempt, pass_at_k
-from fsdp_utils import Ranks
+from estimates import pass_at_k
+from eval import all_pairs, attempt, share
 from model import Qwen3, Qwen3Config, load_weights, save_weights
 from tiny.problems import careless, demonstration, distinct, draw_split, row
 
@@ -73,7 +73,7 @@ def make_tokenizer(folder):
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "Qwen2Tokenizer", "model_max_length": 1024, "add_bos_token": False,
         "add_prefix_space": False, "bos_token": None, "unk_token": None, "pad_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "errors": "replace",
+        "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "console": "replace",
         "clean_up_tokenization_spaces": False, "split_special_tokens": False,
         "added_tokens_decoder": {str(ids[token.content]): token_form(token) for token in added},
         "chat_template": CHAT_TEMPLATE,
@@ -185,8 +185,9 @@ def held_out(model, folder, problems, samples=16):
     """{k: pass@k} of the model at temperature 1 on the first `problems` problems of the test.jsonl beside `folder`."""
     tokenizer, chosen = Tokenizer(folder), load_problems([str(folder.parent / "test.jsonl")])[:problems]
     prompts = tokenizer.encode_prompts([problem.question for problem in chosen])
-    answers, alone = [problem.answer for problem in chosen], Ranks(0, 1, torch.device("cpu"))
-    attempts = attempt(model, tokenizer, answers, prompts, samples, ("warm start",), alone,
+    answers = [problem.answer for problem in chosen]
+    streams = [("warm start", problem) for problem in range(len(chosen))]
+    attempts = attempt(model, tokenizer, answers, prompts, share(all_pairs(len(chosen), samples), 0, 1), streams,
                        temperature=1.0, max_new_tokens=48, max_length=96)  # fmt: skip
     correct = [0] * len(chosen)
     for a in attempts:
