@@ -65,14 +65,14 @@ def summarize(problems, resamples=2000):
     return dict(zip(names, zip(values.mean(0).tolist(), low.tolist(), high.tolist())))
 
 
-def table(rows):
+def table(rows, heading="dataset"):
     """[(name, number of problems, {figure: (mean, low, high)})] -> an aligned Markdown table, shares in percent.
 
     Below each name stands the 95 % interval of its figures.
     """
     names = [name for name in rows[0][2] if name.startswith("pass@")]
     names += [name for name in rows[0][2] if name.startswith("maj@")][-1:]  # the other votes are in results.json
-    cells = [["dataset", "problems", *names, "tokens", "cut", "no answer"]]
+    cells = [[heading, "problems", *names, "tokens", "cut", "no answer"]]
     for title, n, figures in rows:
         shares = [figures[name] for name in (*names, "cut", "no_answer")]
         means, spans = zip(*((f"{100 * m:.2f}", f"{100 * low:.2f}–{100 * high:.2f}") for m, low, high in shares))

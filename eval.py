@@ -75,8 +75,8 @@ def attempt(model, tokenizer, answers, prompts, part, streams, each=lambda attem
     return attempts
 
 
-def exchange(attempts):
-    """Collective. Every rank's attempts (in global order) -> all attempts, on every rank, without texts and prompts."""
+def exchange(attempts, prompts):
+    """Collective. Every rank's attempts at `prompts` (in global order) -> all attempts, on every rank, without texts."""
     whole, real = [], []
     for a in attempts:
         done = a.rollout
@@ -89,9 +89,11 @@ def exchange(attempts):
     result, i, j = [], 0, 0
     while i < len(numbers):
         problem, sample, correct, reason, stopped, n = numbers[i : i + 6]
-        rollout = Rollout([], numbers[i + 6 : i + 6 + n], logprobs[j : j + n], "stop" if stopped else "length")
+        i += 6
+        completion, finish_reason = numbers[i : i + n], "stop" if stopped else "length"
+        rollout = Rollout(prompts[problem], completion, logprobs[j : j + n], finish_reason)
         result.append(Attempt(problem, sample, rollout, "", bool(correct), grader.REASONS[reason]))
-        i, j = i + 6 + n, j + n
+        i, j = i + n, j + n
     return result
 
 
@@ -110,7 +112,7 @@ def evaluate(model, tokenizer, problems, prompts, samples, seed, ranks, **sampli
     """
     answers, streams = [p.answer for p in problems], [(seed, "eval", p.question) for p in problems]
     part = share(all_pairs(len(problems), samples), ranks.rank, ranks.world)
-    attempts = exchange(attempt(model, tokenizer, answers, prompts, part, streams, **sampling))
+    attempts = exchange(attempt(model, tokenizer, answers, prompts, part, streams, **sampling), prompts)
     each = [[] for _ in problems]
     for a in attempts:
         each[a.problem].append(record(a))
@@ -350,19 +352,20 @@ def report(records, sets, model):
         figures[entry["data"]][entry["problem"]].append(entry)
     figures = {name: [scores(samples) for samples in problems] for name, problems in figures.items()}
     everything = [problem for problems in figures.values() for problem in problems]
-    groups = {"": {**figures, **({"Overall": everything} if len(figures) > 1 else {})}}
+    groups = {("", "dataset"): {**figures, **({"Overall": everything} if len(figures) > 1 else {})}}
     for name, (problems, _) in sets.items():
         for label in ("level", "subject"):
             found = sorted({getattr(p, label) for p in problems} - {None})
-            groups[f"{name} by {label}"] = {value: [f for f, p in zip(figures[name], problems) if getattr(p, label) == value]
-                                            for value in found}  # fmt: skip
+            groups[name, label] = {value: [f for f, p in zip(figures[name], problems) if getattr(p, label) == value]
+                                   for value in found}  # fmt: skip
     rows = {title: [(name, len(scored), summarize(scored)) for name, scored in group.items()]
             for title, group in groups.items() if group}  # fmt: skip
-    text = "\n\n".join((f"{title}:\n\n" if title else "") + table(group) for title, group in rows.items())
+    text = "\n\n".join((f"{name} by {label}:\n\n" if name else "") + table(group, label)
+                       for (name, label), group in rows.items())  # fmt: skip
     settings = json.loads((records.folder / "settings.json").read_text())
     facts = {"model": model, "settings": settings,
-             "results": {title or "all": {name: {"problems": n, **summary} for name, n, summary in group}
-                         for title, group in rows.items()}}  # fmt: skip
+             "results": {f"{name} by {label}" if name else "all": {row: {"problems": n, **summary} for row, n, summary in group}
+                         for (name, label), group in rows.items()}}  # fmt: skip
     write(records.folder / "results.md", text + "\n")
     write(records.folder / "results.json", json.dumps(facts, indent=1))
     print(f"{text}\n\nsamples, results.md and results.json: {records.folder}")

@@ -251,7 +251,8 @@ def _open_run_folder(out, resume, default):
     states = {int(path.parent.name[6:]): path.parent for path in folder.glob("state-[0-9]*[0-9]/state.json")}
     if resume and not states:
         raise UserError(f"{folder}: no checkpoint to resume from (state-NNNN/state.json)")
-    if out and not resume and any((folder / name).exists() for name in ("config.json", "metrics.jsonl")):
+    used = [path for path in (folder / "config.json", folder / "metrics.jsonl") if path.is_file() and path.stat().st_size]
+    if out and not resume and used:
         raise UserError(f"{folder} holds another run: give --resume to continue it, or another --out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +264,7 @@ def _open_run_folder(out, resume, default):
                 folder = Path(f"{default}-{number}")
         folder.mkdir(exist_ok=True)
         lock(folder)
-        (folder / "metrics.jsonl").touch()
+        (folder / "metrics.jsonl").touch()  # it can be written to
     except OSError as failure:
         raise UserError(f"{folder}: cannot write the run folder ({failure.strerror})") from failure
     return str(folder), str(states[max(states)]) if resume else None

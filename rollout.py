@@ -195,7 +195,7 @@ class _Sampler:
             starts.append(starts[-1] + len(group))
         self.waiting = deque((p, range(a, b)) for p, (a, b) in enumerate(zip(starts, starts[1:])) if b > a)
         self.rows = []  # rows[i]: the sequence in cache row i
-        self.drawn = 0  # tokens sampled so far
+        self.tokens_drawn, self.longest = 0, 0  # sampled so far; tokens of the longest live sequence
         self.tokens, self.lengths, self.streams = (
             torch.zeros(round_up(slots), dtype=torch.long, device=self.device) for _ in range(3))  # fmt: skip
 
@@ -219,7 +219,7 @@ class _Sampler:
 
     def _prefill(self, tokens, cu_seqlens, groups):
         sizes = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:])]
-        self.cache.reserve(len(self.rows), max(sizes), groups[0].start)
+        self.cache.reserve(len(self.rows), max(sizes), live=groups[0].start)
         positions = [position for size in sizes for position in range(size)]
         attend = self.cache.prefill(cu_seqlens, groups)
         hidden = self.model(self._long(tokens), self._long(positions), attend)
@@ -263,9 +263,9 @@ class _Sampler:
             self._remove(row)
         for sequence in done:
             self.on_finish(sequence, self.rollouts[sequence])
-        self.drawn += len(tokens)
+        self.tokens_drawn += len(tokens)
         self.longest = max((self._length(s) for s in self.rows), default=0)  # the newest token is not in the cache yet
-        self.cache.reserve(len(self.rows), self.longest, len(self.rows))
+        self.cache.reserve(len(self.rows), self.longest, live=len(self.rows))
 
     def _length(self, sequence):
         return len(self.rollouts[sequence].prompt) + len(self.rollouts[sequence].completion)
@@ -313,5 +313,5 @@ def generate(model, prompts, keys, *, max_new_tokens, max_length, temperature, s
             sampler.decode()
         if progress:
             unfinished = len(sampler.rows) + sum(len(members) for _, members in sampler.waiting)
-            progress(len(limits) - unfinished, len(sampler.rows), sampler.drawn)
+            progress(len(limits) - unfinished, len(sampler.rows), sampler.tokens_drawn)
     return sampler.rollouts

@@ -10,7 +10,6 @@ metrics.jsonl (a row a step), rollouts.jsonl (samples to read) and the checkpoin
 
 import argparse
 import dataclasses
-import hashlib
 import inspect
 import json
 import math
@@ -29,7 +28,7 @@ import fsdp_utils
 import grader
 import rloo
 from console import CommandLine, Progress, UserError, exits_cleanly, nearest
-from eval import all_pairs, attempt, check_grader, evaluate, exchange, load_tokenizer, share
+from eval import all_pairs, attempt, check_grader, digest, evaluate, exchange, load_tokenizer, share
 from model import Qwen3, Qwen3Config, empty_model, load_weights, read_json
 from publish import export, model_card
 from rollout import stream_key
@@ -183,8 +182,8 @@ def load_data(config, model_dir, train_files, held_out_files, note):
     options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
     train, held_out = data.load_problems(train_files, note), data.load_problems(held_out_files, note)
     # a seeded choice, so that it mixes the files; the same one at every evaluation and in every run of this seed
-    chosen = data.problem_order(len(held_out), config.seed, epoch=-1)[: config.eval_problems or None]
-    held_out = [held_out[i] for i in chosen]
+    chosen = data.problem_order(len(held_out), config.seed, epoch=-1)  # an epoch that no training reaches
+    held_out = [held_out[i] for i in chosen[: config.eval_problems or None]]
     return (tokenizer, *(data.encode_problems(tokenizer, problems, config.sequence_length - 1, note, **options)
                          for problems in (train, held_out)))  # fmt: skip
 
@@ -292,7 +291,7 @@ class Log:
 
 @exits_cleanly
 def main(argv=None):
-    """The command. Everything that can be wrong with the input is found before the first rollout."""
+    """The command. Whatever can be known to be wrong with the input is found before the first rollout."""
     begin, (config, name) = time.perf_counter(), parse_config(argv)
     ranks = fsdp_utils.init_distributed(config.device)
     note = print if ranks.rank == 0 else (lambda text: None)
@@ -307,12 +306,11 @@ def main(argv=None):
                                   eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
     sampler = empty_model(model.config, ranks.device, dtype)  # a whole copy; its memory stays in place all run long
     folder, state = fsdp_utils.open_run_folder(config.out, config.resume, name)
-    order = [prompts, [problem.answer for problem in problems], config.seed, config.batch_size, config.group_size]
-    fingerprint, first = hashlib.sha256(json.dumps(order).encode()).hexdigest(), 0
+    fingerprint, first = digest(prompts, [problem.answer for problem in problems]), 0
     if state:
         facts = fsdp_utils.load_state(state, model, optimizer)
         if facts["data"] != fingerprint:
-            raise UserError(f"{state}: its run had other training problems, prompts, seed, batch_size or group_size")
+            raise UserError(f"{state}: its run had other training problems or prompts: the files, or the chat template, have changed")
         first = facts["step"]
         if first >= config.steps:
             raise UserError(f"{state} is at step {first} of {config.steps}: nothing left to do (--steps N goes on to N)")
@@ -346,9 +344,7 @@ def main(argv=None):
         with Progress("sampling", config.batch_size // ranks.world, log.shown) as progress:
             mine = attempt(sampler, tokenizer, answers, step_prompts, part, streams,
                            temperature=config.temperature, progress=progress, **sampling)  # fmt: skip
-        attempts = exchange(mine)
-        for a in attempts:
-            a.rollout.prompt = step_prompts[a.problem]
+        attempts = exchange(mine, step_prompts)
         rollout_seconds = fsdp_utils.clock(ranks.device) - start
 
         # rewards -> advantages
@@ -376,7 +372,8 @@ def main(argv=None):
         last = step + 1 == config.steps
         if last or (step + 1) % config.eval_every == 0:
             row |= held_out_metrics()
-        shown = mine[:: max(1, len(mine) // max(1, config.log_rollouts))][: config.log_rollouts]
+        stride = max(1, len(mine) // max(1, config.log_rollouts))
+        shown = mine[::stride][: config.log_rollouts]
         log.row(row, [
             {"step": step + 1, "question": problems[chosen[a.problem]].question, "answer": answers[a.problem],
              "completion": a.text, "reward": rewards[a.problem, a.sample].item(), "reason": a.reason,

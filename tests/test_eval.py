@@ -17,6 +17,7 @@ import time
 
 import pytest
 import torch
+from workers_common import launch
 
 import data
 import eval as eval_file
@@ -172,10 +173,10 @@ def test_exchange_round_trip(world_of_one, count):
     for i in range(count):
         rollout = Rollout([1, 2], [7 + i] * (i + 1), [-0.1 * i - 1e-3] * (i + 1), ("stop", "length")[i % 2])
         attempts.append(Attempt(i // 3, i % 3, rollout, f"text {i}", i % 4 == 0, ("wrong", "right", "no answer")[i % 3]))
-    back = exchange(attempts)
+    back = exchange(attempts, [[i] for i in range(4)])
     assert len(back) == count
     for ours, theirs in zip(attempts, back):
-        assert (theirs.rollout.prompt, theirs.text) == ([], "")  # stay home
+        assert theirs.rollout.prompt == [ours.problem] and theirs.text == ""  # texts stay home
         assert type(theirs.correct) is bool
         assert theirs.rollout.logprobs == torch.tensor(ours.rollout.logprobs).tolist()  # fp32, as sampled
         for name in ("problem", "sample", "correct", "reason"):
@@ -259,10 +260,10 @@ def exchange_first(*args):
     mine = [Attempt(rank, i, Rollout([1], [5] * (i + 1), [-1.0 - i] * (i + 1), "stop"), "t", i == 0, ("right", "wrong", "timeout")[rank])
             for i in range((0, 3, 1)[rank])]
     found = [(a.problem, a.sample, len(a.rollout.completion), a.rollout.logprobs[0], a.correct, a.reason)
-             for a in exchange(mine)]
+             for a in exchange(mine, [[0]] * 3)]
     assert found == [(1, 0, 1, -1.0, True, "wrong"), (1, 1, 2, -2.0, False, "wrong"),
                      (1, 2, 3, -3.0, False, "wrong"), (2, 0, 1, -1.0, True, "timeout")], found
-    assert exchange([]) == []
+    assert exchange([], []) == []
     return sample_all(*args)
 
 sample_all, eval_file.sample_all = eval_file.sample_all, exchange_first
@@ -406,6 +407,30 @@ def test_killed_at_random_moments_it_prints_the_same_table(tmp_path, problems, s
     assert counts == sorted(counts) and 0 < counts[1]
     assert cells_of(last) == cells_of(whole) and len(cells_of(whole)) == 4, seed
     assert (out / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_real_files_end_to_end(shared, tmp_path):
+    """GSM8K test and MATH-500 whole, prompts by the real Qwen3 tokenizer, 2 short samples a problem, two processes."""
+    model, real = tmp_path / "model", json.loads((shared / "qwen3" / "0.6b" / "config.json").read_text())
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(shared / "qwen3" / name, model / name)
+    config = {**real, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
+              "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    network = Qwen3(Qwen3Config.from_json(model / "config.json")).init_weights()
+    save_weights(((n, p.detach().bfloat16()) for n, p in network.named_parameters()), model)
+    start = time.time()
+    done = launch(2, "eval.py", "--model", model, "--data", f"gsm8k={shared}/data/gsm8k_test.jsonl", "--data",
+                  f"math_500={shared}/data/math_500.jsonl", "--samples", 2, "--max_new_tokens", 16, "--out", tmp_path / "out",
+                  "--device", "cpu", timeout=1200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(f"{time.time() - start:.0f} s\n{done.stdout}")
+    rows = {row[0]: row for row in cells_of(done.stdout)}
+    assert [rows[name][1] for name in ("gsm8k", "math_500", "Overall")] == ["1319", "500", "1819"]
+    assert [rows[f"Level {i}" if f"Level {i}" in rows else str(i)][1] for i in range(1, 6)] == ["43", "90", "105", "128", "134"]
+    assert int(rows["Algebra"][1]) == 124 and len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 3638
 
 
 # Mistakes

@@ -261,11 +261,11 @@ def test_an_interrupted_save_leaves_nothing_under_the_final_name(alone, monkeypa
         with pytest.raises(OSError):
             fsdp_utils.save_state(tmp_path / folder, model, optimizer, {"step": 2})
     assert not (tmp_path / "state-0002").exists()
-    assert fsdp_utils.open_run_folder(tmp_path, True)[1] == tmp_path / "state-0001"
+    assert newest_state(tmp_path) == tmp_path / "state-0001"
     assert fsdp_utils.load_state(tmp_path / "state-0001", model, optimizer)["step"] == 1
     monkeypatch.setattr(fsdp_utils, "save_file", real)
     fsdp_utils.save_state(tmp_path / "state-0002", model, optimizer, {"step": 2})
-    assert fsdp_utils.open_run_folder(tmp_path, True)[1] == tmp_path / "state-0002"
+    assert newest_state(tmp_path) == tmp_path / "state-0002"
     assert not (tmp_path / "state-0002.tmp").exists()
 
 
@@ -288,11 +288,16 @@ def test_the_newest_state_counts_by_number(alone, tmp_path):
     (tmp_path / "state-20000").mkdir()  # incomplete: no state.json
     (tmp_path / "state-30000.tmp").mkdir()
     (tmp_path / "state-30000.tmp" / "state.json").write_text("{}")
-    assert fsdp_utils.open_run_folder(tmp_path, True)[1] == tmp_path / "state-10000"
+    assert newest_state(tmp_path) == tmp_path / "state-10000"
+
+
+def newest_state(folder):
+    fsdp_utils.unlock()
+    return fsdp_utils.open_run_folder(folder, True, "")[1]
 
 
 def test_run_folders(alone, tmp_path):
-    folder, state = fsdp_utils.open_run_folder(tmp_path / "a/b", False)
+    folder, state = fsdp_utils.open_run_folder(tmp_path / "a/b", False, "")
     assert folder == tmp_path / "a/b" and state is None
     fsdp_utils.begin_run(folder, {"lr": 0.5}, 0)
     assert json.loads((folder / "config.json").read_text()) == {"lr": 0.5}
@@ -301,7 +306,7 @@ def test_run_folders(alone, tmp_path):
                                 (tmp_path / "none", True, "no checkpoint"), (tmp_path / "file", False, "cannot write"),
                                 (tmp_path / "file/below", False, "cannot write")):  # fmt: skip
         with pytest.raises(UserError, match=words):
-            fsdp_utils.open_run_folder(path, resume)
+            fsdp_utils.open_run_folder(path, resume, "")
     assert json.loads((folder / "config.json").read_text()) == {"lr": 0.5}  # a refused run changed nothing
 
 

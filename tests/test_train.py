@@ -729,3 +729,11 @@ def test_full_width(shared, tmp_path, capsys):
     with capsys.disabled():
         rows = full_width_run(shared, tmp_path, 2, ["gsm8k_train", "math_train"], model)
     assert max(row["memory_gb"] for row in rows[1:]) < 6.5
+
+
+def test_the_gpu_script_runs_on_cpu():
+    """bench/gpu_step.py is for a GPU, and must be known to work before one is at hand."""
+    done = launch(0, "bench/gpu_step.py", "--tokenizer", "tiny/model", "--tiny", "--steps", "2")
+    assert done.returncode == 0 and "seconds_rollout" in done.stdout and "logprob_gap_max" in done.stdout, done.stderr[-2000:]
+    done = launch(0, "bench/gpu_step.py", "--tokenizer", "nowhere", "--tiny")
+    assert done.returncode == 1 and done.stderr.startswith("error: nowhere lacks") and done.stderr.count("\n") == 1

@@ -73,7 +73,7 @@ def make_tokenizer(folder):
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "Qwen2Tokenizer", "model_max_length": 1024, "add_bos_token": False,
         "add_prefix_space": False, "bos_token": None, "unk_token": None, "pad_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "console": "replace",
+        "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "errors": "replace",
         "clean_up_tokenization_spaces": False, "split_special_tokens": False,
         "added_tokens_decoder": {str(ids[token.content]): token_form(token) for token in added},
         "chat_template": CHAT_TEMPLATE,
