@@ -3,15 +3,15 @@ r"""Is this answer right? The last boxed answer of a completion against a refere
     grade(text, answer) -> (bool, reason)     reason: right, wrong, no answer, unparsable, timeout
     is_equivalent(prediction, gold) -> bool   two bare answers; symmetric and exact: nothing is rounded
     extract_answer(text) -> str | None        the content of the last balanced \boxed{} or \fbox{}
-    python grader.py pairs.jsonl              grades {"prediction", "gold"} lines without the rest of the project
+    python grader.py pairs.jsonl              grades {"prediction", "gold"} lines; a prediction is a whole completion
 
 From cheap to costly: the same plain number; the same string after cleaning (spacing, \dfrac, \left, Unicode, units);
 two trees from a small parser with an allow-list, compared part by part (lists, tuples, intervals, matrices, relations),
-their values by sympy. That stage is meaning.py, in a child process with a CPU and a memory limit. Only proofs count:
-agreeing to many digits is not being equal. A unit missing on one side is forgiven, a different one is not.
+their values by sympy, both in a child process, meaning.py. Only proofs count: agreeing to many digits is not being
+equal. A unit missing on one side is forgiven, a different one is not.
 
-Model text is never evaluated: the child builds sympy objects from the tree, call by call. Size limits decide what is
-tried, and the CPU limit is ten times what the costliest accepted comparison needs, so load changes no verdict.
+Model text is never evaluated: the child builds sympy objects from the tree, call by call. Sizes and a count of function
+calls decide what is tried. The CPU limit is ten times what the costliest comparison that they let pass was seen to take.
 """
 
 import functools
@@ -20,6 +20,7 @@ import math
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -28,15 +29,18 @@ import unicodedata
 from fractions import Fraction
 
 MAX_CHARS, MAX_TOKENS = 1000, 400       # of an answer that is parsed; beyond them only the same string is right
+MAX_CLEANED = 2500                      # characters: a question, escaped as JSON, fits into the 64 KiB of a pipe
+MAX_STEPS = 4000                        # of the parser: nested sets with plus-minus signs double them at each level
 MAX_BITS, MAX_FACTORIAL = 60_000, 5000  # of exact numbers: 2004! has 19,000 bits
-CPU_SECONDS, WALL_SECONDS = 0.3, 60     # of a comparison; the second only for a child that never gets to run
+CPU_SECONDS, WALL_SECONDS = 0.8, 60     # of a comparison; the second only for a child that never gets to run
 REASONS = ("right", "wrong", "no answer", "unparsable", "timeout")
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meaning.py")
-CHILDREN, CHILD_BYTES = 4, 1 << 30      # of each process; sympy itself needs 0.2 GB of address space
+CHILDREN, SPARES = 4, 2                 # of each process: at work, and ready for the next question
+CHILD_BYTES = 1 << 30                   # sympy itself needs 0.2 GB
 
 
 class Refused(Exception):
-    """The parser does not know it or a limit forbids it. The argument is the reason that grade returns."""
+    """The parser does not know it or a limit forbids it."""
 
 
 # ---- extraction and cleaning -----------------------------------------------------------------------------------------
@@ -49,7 +53,7 @@ def extract_answer(text):
 
     Where the completion closes a think block only what follows counts. Of nested boxes the outer one counts.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition("</think>")[2] if isinstance(text, str) else ""
     answer, stack = "", []  # one pass with a stack: ten thousand unclosed boxes cost no more than other text
     for match in _BOX.finditer(text) if "box" in text else ():
         if match[1] or match[0] == "{":
@@ -65,59 +69,87 @@ def extract_answer(text):
 _UNITS = {alias: words.split()[0] for words in """mm millimeter millimetre|cm centimeter centimetre|m meter metre|inch
     km kilometer kilometre|foot ft feet|yard yd|mile mi|gram g gm|kg kilogram|pound lb|ounce oz|liter l litre|minute min
     ml milliliter millilitre|second s sec|hour h hr|day|week|month|year yr|dollar usd buck|cent|euro eur|gbp|am|pm
-    percent|degree deg|square sq|cubic cu|unit|acre|gallon|mph|kph""".replace("\n", "|").split("|")
-          for alias in words.split()} | {"in": "inch", "inche": "inch"}
+    percent|degree deg|square sq|cubic cu|unit|acre|gallon gal|mph|kph|celsius
+    fahrenheit""".replace("\n", "|").split("|") for alias in words.split()} | {
+    "in": "inch", "inche": "inch", "L": "liter"}
 _KNOWN_WORDS = _UNITS.keys() | {"and", "or"}
-_COUNTS = dict(zip("zero one two three four five six seven eight nine ten eleven twelve".split(), map(str, range(13))))
-_NO_UNIT = set("not no none nor more less than least most below above under over remainder negative minus plus times "
-               "of r except about half tenth hundredth thousandth quarter third to through either neither".split())
+_COUNTS = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+                   "sixteen seventeen eighteen nineteen twenty".split(), map(str, range(21))))
+# words after a number that change it: all others are what is counted, 5 apples
+_NO_UNIT = _COUNTS.keys() | set("""not no none nor neither either except incorrect wrong false impossible unknown undefined
+    about approximately roughly nearly almost around possibly perhaps maybe probably guess is was are isn be if unless
+    more less fewer than least most below above under over up off through to of r out vs versus but then remainder mod
+    modulo negative minus plus times divided doubled halved squared cubed factorial choose reciprocal inverse hundred
+    thousand dozen score gross halve hundredth thousandth twentieth thirty forty fifty sixty seventy eighty ninety
+    half quarter third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
+    january february march april may june july august september october november december
+    monday tuesday wednesday thursday friday saturday sunday""".split())
 FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp gcd lcm".split())
 _PLAIN_NAMES = FUNCTIONS | {"sqrt", "pi", "infty", "theta", "alpha", "beta"}  # commands without a backslash, too
 _CHARACTERS = str.maketrans({
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "’": "'",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ",
     "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "⟨": "(",
-    "⟩": ")", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "€": ' "euro" ', "£": ' "gbp" '})
-
-
-_nfkc = functools.partial(unicodedata.normalize, "NFKC")
+    "⟩": ")", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "€": ' "euro" ', "£": ' "gbp" ',
+    "¢": ' "cent" ', "⁄": "/", "∶": ":", "⩽": r"\le ", "⩾": r"\ge ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ",
+    "⌉": r"\rceil ", "△": r"\triangle ", "∠": r"\angle ", "“": "'", "”": "'"})
 
 
 def _ascii(text):  # Unicode mathematics as LaTeX, invisible marks dropped
-    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda m: "^{" + _nfkc(m[0]).replace("−", "-") + "}", text)
-    text = re.sub("[½⅓⅔¼-¾⅕-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(_nfkc(m[0]).split("⁄")), text)
+    nfkc = functools.partial(unicodedata.normalize, "NFKC")
+    for sign, raised in (("^", "[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁱⁿˣʸᵃ-ᵛ]+"), ("_", "[₀-₎ₐ-ₜᵢ-ᵥ]+")):
+        text = re.sub(raised, lambda m: sign + "{" + nfkc(m[0]).replace("−", "-") + "}", text)
+    for letter in set(re.findall("[Α-ΡΣ-Ωα-ω]", text)):  # GREEK SMALL LETTER ALPHA
+        name = unicodedata.name(letter).split()[-1]
+        text = text.replace(letter, f"\\{name.title() if letter.isupper() else name.lower()} ")
+    text = re.sub("[½⅓⅔¼-¾⅕-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(nfkc(m[0]).split("⁄")), text)
     text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text).translate(_CHARACTERS)
-    return "".join(c for c in _nfkc(text) if unicodedata.category(c) != "Cf")
+    return "".join(c for c in nfkc(text) if unicodedata.category(c) != "Cf")
 
 
 _BEFORE_TEXT = [(re.compile(pattern), new) for pattern, new in (
-    (r"\\\\", r"\\cr "), (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\bb\1 "), (r"\b([aApP])\.\s?[mM]\b\.?", r"\1m"),
+    (r"^['\"`](.*)['\"`]$", r"\1"), (r"\\\\(?:\[[\d.]+[a-z]{2}\])?", r"\\cr "),
+    (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\bb\1 "), (r"\b([aApP])\.\s?[mM]\b\.?", r"\1m"),
     (r"\\(?:boxed|fbox|displaystyle|textstyle|limits|bf|rm|it|[lL]arge|huge)(?![A-Za-z])", " "),
     (r"\\(?:[hv]?(?:phantom|space)|(?:text)?color)\*?(?:\{[^{}]*\}| *[^\\{])", " "),
     (r"(?:^|\{)([^{}]*)\\(over|choose)(?![a-z])([^{}]*)(?:\}|$)",
      lambda m: "\\%s{%s}{%s}" % ({"over": "frac", "choose": "binom"}[m[2]], m[1], m[3])),
     (r"\\lbrace(?![A-Za-z])", r"\\{"), (r"\\rbrace(?![A-Za-z])", r"\\}"), (r"(?<=\d)[eE]\+?(-?\d+)(?!\w)", r"*10^{\1}"),
-    (r"(?<=\d)(?:\{,\}\s*|,\s*\\!\s*|\\!\s*,|\\[,;:! ]|~)(?=\d{3}(?!\d))", ""),
+    (r"(?:\\text)?\{ ?([:.]) ?\}", r"\1"), (r"\\(?:text|mathrm)\{([\dA-F]+)\}(?=\s*_)", r"\1"),
+    (r"^\d{1,3}(?:(?: |,\\[,;:])\d{3})+$", lambda m: re.sub(r"\D", "", m[0])),  # 10 000
+    (r"(?<=\d)(?:(?:\\text)?\{,(?:\\,)?\}\s*|,\s*\\!\s*|\\!\s*,|\\[,;:! ]|~)(?=\d{3}(?!\d))", ""),
     # a bare letter is a unit only when LaTeX spacing sets it off from a number: 576\pi\;m^{2}; but 3m is 3 times m
     (r"^([^A-Za-z]*(?:\\(?:pi|sqrt|d?frac)[^A-Za-z\\]*)*)(?:\\[;,: ]|~|\\quad)\s*([mgsLhl])"
      r"(?=\s*(?:\^\{?[23]\}?\s*)?$)", r"\1\\text{\2}"),
     (r"\\begin\s*\{(?:[pbB]|small)?matrix\}|\\begin\s*\{array\}\s*\{[clr|\s]*\}", r"\\matrix "),
     (r"\\end\s*\{(?:(?:[pbB]|small)?matrix|array)\}", r"\\endmatrix "),
-    (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""), (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
+    (r"\\(?:left|middle|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""), (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"), (r"\\\$|^\$(?=[\d.]+[^$]*$)", ' "dollar" '),
     (r"\\[,!;:> ()\[\]]|\\q?quad(?![A-Za-z])|[~$]", " "), (r"[\s.,;]+$", ""),
     (r"\\(?:[dtc]|nice)frac(?![A-Za-z])", r"\\frac "), (r"\\[dt]binom(?![A-Za-z])", r"\\binom "),
-    (r"\\(frac|binom|sqrt) *(\d)", r"\\\1{\2}"), (r"(\\(?:frac|binom) *\{[^{}]*\}) *(\d)", r"\1{\2}"))]
+    (r"\\(frac|binom|sqrt)\s*(\d)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"))]
 _AFTER_TEXT = [(re.compile(pattern), new) for pattern, new in (
-    (r"\s+", " "), (r"\*\*", "^"), (r"<=", r"\\le "), (r">=", r"\\ge "), (r'\^ ?\{? ?"?(?:st|nd|rd|th)"? ?\}?', " "),
-    (r"\^ ?\{? ?\\circ ?\}?|\\degree(?![a-z])", ' "degree" '), (r"\\?%", ' "percent" '),
+    (r"\s+", " "), (r"\*\*", "^"), (r"<=", r"\\le "), (r">=", r"\\ge "),
+    (r'\^ ?(\{)? ?"?(?:st|nd|rd|th)"?(?(1) ?\})', " "),
+    (r'\^ ?(\{)? ?\\circ(?(1) ?\})|(?<=\d)\^ ?(\{)? ?"?o"?(?(2) ?\})|\\degree(?![a-z])', ' "degree" '),
+    (r'"degree" *"?C"?(?![\w(])', '"degree" "celsius"'), (r'"degree" *"?F"?(?![\w(])', '"degree" "fahrenheit"'),
+    (r'^ ?"(?:the|an?)" (?="[a-z]{2,}")', ""), (r'^ ?(?:"final" )?"answer" ?(?:"is" ?)?:? ?', ""),
+    (r'^ ?"(?:option|choice)" ?(?="?\(?[A-Z]\b)|^ ?"point" ?(?=\()', ""), (r' ?: ?00(?= ?"[ap]m")', ""),
+    (r'^ ?(?:"all" )?"real" "number" ?$', r"\\bbR "), (r"\\cr ?\\endmatrix", r"\\endmatrix"), (r"\\?%", ' "percent" '),
+    (r"\b([fgh]) ?\^ ?\{ ?- ?1 ?\} ?(?=\()", r"\1_{inv}"),
+    (r"(?:\bm ?)?\\(angle|triangle) ?(\{)? ?([A-Z]+)(?(2) ?\})",  # the same in other orders of their letters
+     lambda m: "\\%s_{%s}" % (m[1], min(m[3], m[3][::-1]) if m[1] == "angle" else "".join(sorted(m[3])))),
     (r'"\.', '" '), (r'^ ?(-?) ?"(dollar|euro|gbp)"(.*)', r'\1\3 "\2"'), (r'"(?:dollar|euro|gbp)"(?= ?[\d\\])', ""),
-    (r'"square" "(\w+)"|"(\w+)" ?\^ ?\{? ?2 ?\}?', r'"\1\2^2"'),
-    (r'"cubic" "(\w+)"|"(\w+)" ?\^ ?\{? ?3 ?\}?', r'"\1\2^3"'),
+    (r'"square" "(\w+)"|"(\w+)" ?\^ ?(\{)? ?2(?(3) ?\})', r'"\1\2^2"'),
+    (r'"cubic" "(\w+)"|"(\w+)" ?\^ ?(\{)? ?3(?(3) ?\})', r'"\1\2^3"'),
     (r'"mph"', '"mile" "per" "hour"'), (r'"kph"', '"km" "per" "hour"'), (r'"thousand"', "*1000"),
     (r'"million"', "*10^6"), (r'"billion"', "*10^9"), (r'"trillion"', "*10^12"),
-    (r'(?<![\w.\\])(-?[\d.]+) ?_ ?\{? ?"?(\d+|(?<=")[a-z]+)"? ?\}?',
-     lambda m: f'{m[1]} "base {_COUNTS.get(m[2], m[2])}" '),
+    (r'(?<![\w.\\])(\()?(-?[\dA-F]*\d[\dA-F.]*)(?(1)\)) ?_ ?(\{)? ?(\()? ?"?(\d+|(?<=")[a-z]+)"?(?(4) ?\))(?(3) ?\})',
+     lambda m: (f'{m[2]} "base %s" ' if m[2][-1].isdigit() and not re.search("[A-F]", m[2]) else f'"{m[2]} base %s" ')
+     % _COUNTS.get(m[5], m[5])),
+    (r'(?<=\d) ?(\()? ?"base" "?(\d+|[a-z]+)"?(?(1) ?\))', lambda m: f' "base {_COUNTS.get(m[2], m[2])}" '),
+    (r'^ ?"one" "half" ?$', "1/2"), (r'^ ?"([a-z]+)"(?= ?$| ?\*| "([a-z]+)" ?$)',  # five apples, not five hundred
+                                     lambda m: m[0] if {m[2], f"{m[2]}s"} & _NO_UNIT else _COUNTS.get(m[1], m[0])),
     (r"(\d*\.(\d*)) ?\\(?:overline|bar|dot) ?\{?(\d+)\}?",
      lambda m: f"({m[1]}0+{m[3]}/{'9' * len(m[3])}{'0' * len(m[2])})"),
     (r"(?<![\d.^_}])(\d+) ?\\frac ?\{ ?(\d+) ?\} ?\{ ?(\d+) ?\}|(?<![\d.^_}])(\d+) (\d+) ?/ ?(\d+)(?![\d.])",
@@ -139,6 +171,7 @@ def _word(word):  # a quoted token in one spelling: inches and in are "inch"; le
 
 def _quoted(match):  # \text{...}: words become tokens, digits and signs stay mathematics
     text = re.sub(r"(?<=[A-Za-z])/(?=[A-Za-z])", " per ", re.sub(r'["\\]', " ", match[1] or match[2] or ""))
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text)
     return " " + re.sub("[A-Za-z]+(?:'s)?", lambda m: _word(m[0]), text) + " "
 
 
@@ -163,7 +196,7 @@ def clean(text):
     text = _RUN.sub(word, text)
     for pattern, new in _AFTER_TEXT:
         text = pattern.sub(new, text)
-    return re.sub(r'^ ?"([a-z]+)"', lambda m: _COUNTS.get(m[1], m[0]), text).strip().rstrip(" .,;")
+    return text.strip().rstrip(" .,;")
 
 
 def _key(cleaned):  # spaces dropped except between two letters or digits: 3 1/2 is not 31/2
@@ -194,9 +227,10 @@ class Parser:
 
     def __init__(self, text):
         self.tokens, self.at, self.closers, self.sign, self.plus_minus = _TOKEN.findall(text), 0, (), 1, False
+        self.steps = 0
 
     def refuse(self):
-        raise Refused("unparsable")
+        raise Refused
 
     @property
     def peek(self):
@@ -208,7 +242,7 @@ class Parser:
         return token
 
     def bracket(self, opening):  # the members up to the closing one; in sets one with a plus-minus sign counts twice
-        closing, outer, members, many = _BRACKETS[opening], self.closers, [], opening in ("", "\\{")
+        closing, outer, members, words, many = _BRACKETS[opening], self.closers, [], set(), opening in ("", "\\{")
         self.closers = closing + ("|", ":") * (opening == "\\{")
         separators = _SEPARATORS + ("|", ":") * many + ("&", "\\cr") * (opening == "\\matrix")
         while self.peek not in closing:
@@ -221,10 +255,16 @@ class Parser:
             if self.peek not in closing + separators:
                 self.refuse()
             while separator := self.take(*separators):
+                words |= {separator} & {'"and"', '"or"'}
                 members += ["|" if separator == ":" else separator] * (separator in _SHAPE)
         pair, self.closers = (opening, self.take()), outer
+        if opening == "\\{" and "|" not in members:
+            members = list(dict.fromkeys(members))
         if many or opening == "\\matrix" or opening == "{" and len(members) > 1:
-            return members[0] if len(members) == 1 else ("matrix" if opening == "\\matrix" else "list", *members)
+            empty = opening == "\\{" and members[:1] in ([("list",)], [("v", "emptyset")], [("v", "varnothing")])
+            region = len(words) == 1 and all(x[0] == "rel" and not set(x[1]) <= set("=∈≈") for x in members)
+            kind = "matrix" if opening == "\\matrix" else words.pop().strip('"') if region else "list"
+            return members[0] if len(members) == 1 and not empty else (kind, *members)
         if len(members) == 1 and pair not in (("(", "]"), ("[", ")")):
             return ("f", _BRACKET_FUNCTIONS[opening], *members) if opening in _BRACKET_FUNCTIONS else members[0]
         return ("tuple", *pair, *members) if len(members) > 1 and opening in "([" else self.refuse()
@@ -246,7 +286,8 @@ class Parser:
 
     def expression(self, level=0):  # reads as far as tokens bind tighter than level
         self.take("\\approx")
-        node = self.prefix()
+        self.steps += 1
+        node = self.prefix() if self.steps <= MAX_STEPS else self.refuse()
         while (binding := self.binding()) > level:
             token = self.take()
             if binding == 1:
@@ -257,7 +298,7 @@ class Parser:
             elif binding == 3:
                 node = ("ratio", *(node[1:] if node[0] == "ratio" else (node,)), self.expression(3))
             elif binding == 4 or token == '"degree"':
-                unfit = token.strip('"') in _NO_UNIT or node[0] == "text"
+                unfit = {token.strip('"'), token.strip('"') + "s"} & _NO_UNIT or node[0] == "text"
                 node = self.refuse() if unfit else ("*", node, ("u", token.strip('"')))
             elif binding == 7:
                 node = self.refuse() if node[-1][:1] == ("u",) else node
@@ -326,10 +367,7 @@ class Parser:
 
 @functools.lru_cache(maxsize=4096)
 def parse(cleaned, grouped=True):
-    """The tree of a cleaned answer, None where it has none. What has words and no other reading is text.
-
-    grouped: 1,234 outside brackets is a number, not a list.
-    """
+    """The tree of a cleaned answer or None; text for words without other reading. grouped: 1,234 is one number."""
     if grouped and not re.search(r"[(\[{]", cleaned):
         cleaned = _GROUPED.sub(lambda m: m[0].replace(",", ""), cleaned)
     try:
@@ -342,7 +380,6 @@ def parse(cleaned, grouped=True):
 
 # ---- sympy in child processes ----------------------------------------------------------------------------------------
 
-
 class Children:
     """The child processes of this process: started when first needed, replaced when killed, gone when it is gone.
 
@@ -350,37 +387,42 @@ class Children:
     """
 
     def __init__(self):
-        self.idle, self.slots, self.spare = [], threading.BoundedSemaphore(CHILDREN), False
+        self.idle, self.slots = [], threading.BoundedSemaphore(CHILDREN)
 
-    def start(self):
-        return subprocess.Popen([sys.executable, CHILD], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    def start(self):  # fixed hashes: sympy orders terms by them, and a verdict must not depend on chance
+        return subprocess.Popen([sys.executable, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONHASHSEED": "0"})
 
-    def ask(self, lefts, rights):  # does any of lefts mean any of rights? Refused("timeout") past the limits
+    def ask(self, prediction, gold, whole):
+        """What a child says, "timeout" past its limits. Where it was killed by others a second one is asked."""
+        line = json.dumps([prediction, gold, whole]).encode() + b"\n"  # MAX_CLEANED: the pipe takes it without waiting
         with self.slots:
-            try:
-                child = self.idle.pop(0)  # atomic, as append is
-            except IndexError:
-                child = self.start()
-            try:
-                child.stdin.write(json.dumps([lefts, rights]).encode() + b"\n")
-                child.stdin.flush()
-                poll = select.poll()
-                poll.register(child.stdout, select.POLLIN)
-                verdict = json.loads(child.stdout.readline() if poll.poll(WALL_SECONDS * 1000) else b"null")
-            except (OSError, ValueError):
-                verdict = None
-            if verdict is None:
-                child.kill()
-                child.communicate()
-            else:
-                self.idle.insert(0, child)
-            if verdict is None or not self.spare:  # to be used after the next kill: it imports sympy meanwhile
-                self.spare = True
-                self.idle.append(self.start())
-        if verdict is None:
-            raise Refused("timeout")
-        return verdict
+            for attempt in range(2):
+                try:
+                    child = self.idle.pop(0) if attempt == 0 else self.start()  # pop and append are atomic
+                except IndexError:
+                    child = self.start()
+                answer, died = self.exchange(child, line)
+                if answer:
+                    self.idle.insert(0, child)
+                else:
+                    child.kill()
+                    child.communicate()
+                while len(self.idle) < SPARES:  # they import sympy meanwhile
+                    self.idle.append(self.start())
+                if not died or child.returncode == -signal.SIGPROF:
+                    break
+        return answer or "timeout"
+
+    def exchange(self, child, line):  # the answer or None, and whether the child is dead
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+            poll = select.poll()
+            poll.register(child.stdout, select.POLLIN)
+            return json.loads(child.stdout.readline() if poll.poll(WALL_SECONDS * 1000) else b"null"), False
+        except (OSError, ValueError):
+            return None, True
 
 
 _children = Children()
@@ -390,69 +432,21 @@ os.register_at_fork(after_in_child=_children.__init__)  # the pipes belong to th
 # ---- grading ---------------------------------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,15}|\d{1,3}(?:,\d{3}){1,4})(?:\.\d{0,15})?|[-+]?\.\d{1,15}")
-_CHOICE = re.compile(r"\(([A-Z])\) ?([^\s+\-*/^=<>_,;&|!.:)].*)?|([A-Z])(?:\)|[.:)] (\S.*))?", re.S)
-_ANOTHER_CHOICE = re.compile(r"(?<![A-Za-z])\([A-Z]\)|\b(?:or|and) \(?[A-Z]\b|^[A-Z]\)")
 
 
-def _choice(cleaned):  # letter and text of (B) with or without the text of the option; None for several options
-    match = _CHOICE.fullmatch(re.sub(r"[ $]+", " ", cleaned.replace('"', "")).strip())
-    rest = match and (match[2] or match[4] or "")
-    return None if match is None or _ANOTHER_CHOICE.search(rest) else (match[1] or match[3], rest)
-
-
-def _approximate(node):  # a float for a value, at one point of its variables; None where its accuracy is in doubt
-    name, parts = (node[1], node[2:]) if node[0] == "f" else (node[0], node[1:])
-    if name == "n":
-        return float(Fraction(parts[0]))
-    if name == "v":
-        return {"pi": math.pi, "e": math.e}.get(parts[0]) or (
-            1 + ord(parts[0]) % 89 / 97 if len(parts[0]) == 1 and parts[0] != "i" else None)
-    if name not in ("+", "*", "^", "frac", "sqrt") or len(parts) != 2 - (name == "sqrt"):
-        return None
-    a, b = (*map(_approximate, parts), 0.5)[:2]
-    if a is None or b is None or name in ("^", "sqrt") and (a <= 0 or abs(b) > 1000):
-        return None
-    if name == "+":
-        return a + b if abs(a + b) > 0.05 * abs(a) else None  # cancellation costs digits
-    return a * b if name == "*" else a / b if name == "frac" else a ** b
-
-
-def _far_apart(a, b):  # certainly different, without asking a child: most wrong formulas end here
+def _reason(prediction, gold, whole=False):
     try:
-        x, y = _approximate(a), _approximate(b)
-    except (OverflowError, ZeroDivisionError):
-        return False
-    return x is not None and y is not None and abs(x - y) > 1e-4 * abs(x) + 1e-4 * abs(y)
-
-
-def _compare(prediction, gold, shown):  # shown: a prediction may show its work and end with "= value"
-    if prediction == gold and gold.strip():
-        return True
-    if _NUMBER.fullmatch(prediction) and _NUMBER.fullmatch(gold):
-        return Fraction(prediction.replace(",", "")) == Fraction(gold.replace(",", ""))
-    if max(len(prediction), len(gold)) > MAX_CHARS:
-        raise Refused("unparsable")
-    a, b = clean(prediction), clean(gold)
-    if not _key(a) or not _key(b):
-        raise Refused("unparsable")
-    if _key(a) == _key(b):
-        return True
-    x, y = _choice(a), _choice(b)
-    if x and y and "" in (x[1], y[1]):
-        return x[0] == y[0]
-    left, right = ([tree for tree in (parse(t), _GROUPED.search(t) and parse(t, False)) if tree] for t in (a, b))
-    if not left or not right:
-        raise Refused("unparsable")
-    if shown and left[0][:2] == ("rel", "=") and left[0][2][0] in ("^", "f") and right[0][0] != "rel":
-        left.append(left[0][3])
-    return not all(_far_apart(x, y) for x in left for y in right) and _children.ask(left, right)
-
-
-def _reason(prediction, gold, shown=False):
-    try:
-        return "right" if _compare(prediction, gold, shown) else "wrong"
-    except Refused as refusal:
-        return str(refusal)
+        if prediction == gold and gold.strip():
+            return "right"
+        if _NUMBER.fullmatch(prediction) and _NUMBER.fullmatch(gold):
+            same = Fraction(prediction.replace(",", "")) == Fraction(gold.replace(",", ""))
+            return "right" if same else "wrong"
+        if max(len(prediction), len(gold)) > MAX_CHARS:
+            return "unparsable"
+        a, b = clean(prediction), clean(gold)
+        if not _key(a) or not _key(b) or max(len(a), len(b)) > MAX_CLEANED:
+            return "unparsable"
+        return "right" if _key(a) == _key(b) else _children.ask(a, b, whole)
     except Exception:  # a grading failure must cost one reward, never the run
         return "unparsable"
 
@@ -463,34 +457,41 @@ def is_equivalent(prediction, gold):
 
 
 def grade(text, answer):
-    """(right, reason) for a whole completion and a bare reference answer. Never raises, never hangs.
+    """(right, reason) for a whole completion and a bare reference answer. Never raises; ends after WALL_SECONDS.
 
     reason: "right"; "wrong"; "no answer" (no balanced box, or an empty one); "unparsable" (outside the parser's
-    language or its limits, and not the same string); "timeout" (the comparison hit its CPU or memory limit).
+    language or its limits, and not the same string); "timeout" (the comparison hit a limit of its work or memory).
     """
-    prediction = extract_answer(text) if isinstance(text, str) else None
-    reason = "no answer" if prediction is None else _reason(prediction, answer, shown=True)
+    prediction = extract_answer(text)
+    reason = "no answer" if prediction is None else _reason(prediction, answer, whole=True)
     return reason == "right", reason
 
 
 def main(path):
-    """Grades a file of {"prediction", "gold"} lines to standard output, counts to standard error; returns an error."""
+    """Grades a file of lines {"prediction": a whole completion with its box, "gold"}; returns an error or None.
+
+    A line of results for each goes to standard output, their counts to standard error. Blank lines are skipped.
+    """
     counts, number = {}, 0
     try:
-        for number, line in enumerate(open(path, encoding="utf-8"), 1):
-            pair = json.loads(line)
-            prediction, gold, start = pair["prediction"], pair["gold"], time.perf_counter()
+        for number, line in enumerate(open(path, "rb"), 1):
+            if not line.strip():
+                continue
+            pair, start = json.loads(line.decode("utf-8-sig")), time.perf_counter()
+            prediction, gold = pair["prediction"], pair["gold"]
             verdict, reason = grade(prediction, gold)
             counts[reason] = counts.get(reason, 0) + 1
             ms = round((time.perf_counter() - start) * 1e3, 3)
             print(json.dumps({"verdict": verdict, "reason": reason, "ms": ms}))
+    except BrokenPipeError:  # of | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         return f"{path}: {error.strerror}"
     except KeyError as field:
         return f"{path}, line {number}: field {field} is missing"
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return f"{path}, line {number}: not a JSON object"
-    print(", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())), file=sys.stderr)
+    print(", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "no pairs", file=sys.stderr)
 
 
 if __name__ == "__main__":
