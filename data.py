@@ -1,7 +1,8 @@
-"""Where problems and prompts come from: files and the hub, the order of training, the chat prompt, text to ids and back.
+"""Where problems and prompts come from: files and the hub, the order of training, chat prompts, text to ids and back.
 
 Owns problems and their order (a function of seed and epoch), what is fetched by name, the instruction that asks for the
-box, the checkpoint's chat template, tokenizer and stop ids. Knows no tensor, device, reward, sampling or process; torch is not imported.
+box, the checkpoint's chat template, tokenizer and stop ids. Knows no tensor, device, reward, sampling or process; torch
+is not imported.
 Whatever bytes are in the files it reads, only UserError comes out.
 """
 
@@ -33,8 +34,8 @@ DATASETS = {  # name: (repository of data sets on the Hugging Face hub, its file
         "precalculus")]),
     "math_500": ("HuggingFaceH4/MATH-500", ["test.jsonl"]),
 }  # fmt: skip
-MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-               "model*.safetensors", "model.safetensors.index.json"]  # fmt: skip
+MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+               "chat_template.jinja", "model*.safetensors", "model.safetensors.index.json"]  # fmt: skip
 PROBE = "What is 1 + 1?"  # a harmless question: shows what the template does by itself
 MARK = "\ufdd0"  # a Unicode noncharacter, so no template looks for it
 
@@ -89,7 +90,7 @@ def _fetch(repository, kind, patterns, instead):
 
 
 def load_problems(paths: list[str], note=print) -> list[Problem]:
-    """Problems of JSONL or parquet files in the order given. Forms: GSM8K (`question`, `answer` ending in "#### n") and MATH
+    """Problems of JSONL or parquet files, in order. Forms: GSM8K (`question`, `answer` ending in "#### n") and MATH
     (`problem`, `solution` whose last \\boxed is the answer; an `answer` field wins). A problem whose answer cannot be
     found is dropped: note() gets one line a file. UserError: anything else wrong with a line (file and line named), and
     a file that is missing, empty or left with no problem."""

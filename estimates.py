@@ -57,7 +57,7 @@ def scores(records, voting=True):
 
 
 def summarize(problems, resamples=2000):
-    """[scores of each problem] -> {figure: (mean, low, high)}, a 95 % percentile bootstrap over the problems (seeded)."""
+    """[scores of each problem] -> {figure: (mean, low, high)}: a seeded 95 % percentile bootstrap over the problems."""
     n, names = len(problems), list(problems[0])
     values = numpy.array([[problem[name] for name in names] for problem in problems])  # (N, figures)
     drawn = numpy.random.default_rng(0).multinomial(n, [1 / n] * n, size=resamples)  # how often each problem was drawn
@@ -80,7 +80,9 @@ def table(rows, heading="dataset"):
         cells.append([title, str(n), *means[:-2], f"{length:.1f}", *means[-2:]])
         cells.append(["95 % interval", "", *spans[:-2], f"{short:.1f}–{long:.1f}", *spans[-2:]])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["| " + " | ".join(f"{cell:{'<' if i == 0 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths)))
-             + " |" for row in cells]  # fmt: skip
+    lines = []
+    for row in cells:
+        padded = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        lines.append(f"| {' | '.join(padded)} |")
     rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import data
 import fsdp_utils
 import grader
@@ -58,7 +59,7 @@ def attempt(model, tokenizer, answers, prompts, part, streams, each=lambda attem
 
     part: {problem: [sample numbers]}, such as `share` gives; answers[p] is the reference of prompts[p]; streams[p], a
     tuple such as (seed, step, p), names the random streams of prompts[p]: with the sample number it decides every
-    token, whatever the number of ranks. each(attempt) is called as soon as one has ended. sampling: as rollout.generate.
+    token, whatever the number of ranks. each(attempt) is called when one has ended. sampling: as rollout.generate.
     """
     order = [(problem, sample) for problem, mine in part.items() for sample in mine]
     attempts = [None] * len(order)
@@ -76,7 +77,7 @@ def attempt(model, tokenizer, answers, prompts, part, streams, each=lambda attem
 
 
 def exchange(attempts, prompts):
-    """Collective. Every rank's attempts at `prompts` (in global order) -> all attempts, on every rank, without texts."""
+    """Collective. Every rank's attempts at `prompts` (in global order) -> all attempts, on all ranks, without texts."""
     whole, real = [], []
     for a in attempts:
         done = a.rollout
@@ -183,12 +184,12 @@ class Records:
         path = self.folder / "settings.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            fsdp_utils.lock(self.folder)
+            checkpoint.lock(self.folder)
             old = json.loads(path.read_text()) if path.exists() else settings
             for name in (name for name in {**old, **settings} if old.get(name) != settings.get(name)):
                 raise UserError(f"{self.folder} holds an evaluation with {name} {old.get(name)!r}, not "
                                 f"{settings.get(name)!r}: give another --out")  # fmt: skip
-            write(path, json.dumps(settings, indent=1))
+            checkpoint.write(path, json.dumps(settings, indent=1))
             self.merge()
         except (OSError, ValueError) as error:
             raise UserError(f"{self.folder}: cannot be used for results ({error})") from error
@@ -204,7 +205,7 @@ class Records:
             self.file.write(json.dumps(entry) + "\n")
             self.file.flush()
         except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; what is finished is kept, the same command goes on") from error
+            raise UserError(f"{self.path}: {error.strerror}; the same command goes on from what is finished") from error
 
     def merge(self):
         """Gathers the ranks' files into samples.jsonl, in order and each sample once. Rank 0 only."""
@@ -214,16 +215,9 @@ class Records:
                 if line.endswith("\n"):
                     entry = json.loads(line)
                     found[entry["data"], entry["problem"], entry["sample"]] = line
-        write(self.folder / "samples.jsonl", "".join(found[key] for key in sorted(found)))
+        checkpoint.write(self.folder / "samples.jsonl", "".join(found[key] for key in sorted(found)))
         for path in self.folder.glob("samples-*.jsonl"):
             path.unlink()
-
-
-def write(path, text):
-    """Replaces a file by `text`, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 # The command
@@ -308,7 +302,7 @@ def main(argv=None):
 
 
 def default_folder(model):
-    """Where an evaluation of `model` goes: the last two parts of its name, runs/tiny-1/step-0060 -> tiny-1-step-0060."""
+    """Where an evaluation goes: by the last two parts of the model's name, runs/a/step-0060 -> evals/a-step-0060."""
     return "evals/" + "-".join(Path(model).resolve().parts[-2:] if Path(model).exists() else Path(model).parts)
 
 
@@ -364,10 +358,11 @@ def report(records, sets, model):
                        for (name, label), group in rows.items())  # fmt: skip
     settings = json.loads((records.folder / "settings.json").read_text())
     facts = {"model": model, "settings": settings,
-             "results": {f"{name} by {label}" if name else "all": {row: {"problems": n, **summary} for row, n, summary in group}
+             "results": {f"{name} by {label}" if name else "all":
+                             {row: {"problems": n, **summary} for row, n, summary in group}
                          for (name, label), group in rows.items()}}  # fmt: skip
-    write(records.folder / "results.md", text + "\n")
-    write(records.folder / "results.json", json.dumps(facts, indent=1))
+    checkpoint.write(records.folder / "results.md", text + "\n")
+    checkpoint.write(records.folder / "results.json", json.dumps(facts, indent=1))
     print(f"{text}\n\nsamples, results.md and results.json: {records.folder}")
 
 

@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+import checkpoint
 import data
-import fsdp_utils
 from console import CommandLine, UserError, exits_cleanly
 from model import read_json, save_weights
 
@@ -28,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def export(tensors, source_dir, folder, tokenizer, card=lambda: ""):
-    """Writes a checkpoint folder that loads in transformers, vLLM and here. Complete or not at all.
+    """Writes a checkpoint folder that loads in transformers, vLLM and here; on a full disk a UserError, and nothing.
 
     tensors: (name, bf16 tensor) pairs of all parameters, perhaps a generator that must be exhausted on every process
     and yields None for tensors on those that do not write. source_dir: the checkpoint that training began from, whose
@@ -40,22 +41,32 @@ def export(tensors, source_dir, folder, tokenizer, card=lambda: ""):
         for _ in tensors:  # takes part in every gather, keeps nothing
             pass
         return
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(itertools.chain([first], tensors), temporary)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_weights(itertools.chain([first], tensors), temporary)
+        _write_rest(source, temporary, tokenizer, card())
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        for _ in tensors:  # the others are still taking part
+            pass
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"{folder}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _write_rest(source, folder, tokenizer, card):
     for file in TOKENIZER_FILES:
         if (source / file).exists():
-            shutil.copyfile(source / file, temporary / file)
+            shutil.copyfile(source / file, folder / file)
     config = {key: value for key, value in read_json(source / "config.json").items() if key != "dtype"}
-    (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
     # without every stop id a served model never ends; temperature 1 and no top-k is what it was trained and judged at
     generation = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
                   "eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}  # fmt: skip
-    (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    if text := card():
-        (temporary / "README.md").write_text(text)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    if card:
+        (folder / "README.md").write_text(card)
 
 
 def model_card(run, step, evaluation=None):
@@ -74,7 +85,7 @@ def model_card(run, step, evaluation=None):
         "base": base, "base_link": f"https://huggingface.co/{base}" if on_hub else base,
         "base_metadata": f"base_model: {base}" if on_hub else "# base_model: (a local folder)",
         "train_data": " and ".join(Path(name).stem for name in config["train_data"]),
-        "thinking": config["thinking"], "thinking_note": " with thinking" if config["thinking"] else " without thinking",
+        "thinking_note": " with thinking" if config["thinking"] else " without thinking",
         "system_note": ", after a system prompt" if config["system"] else "",
         "messages": repr([{"role": role, "content": text} for role, text in turns if text]),
         "max_new_tokens": config["max_new_tokens"] or config["sequence_length"], "others": config["group_size"] - 1,
@@ -99,8 +110,9 @@ def curve(rows, buckets=12):
 def _evaluation(rows, folder):
     if folder:
         settings = read_json(folder / "results.json")["settings"]
-        return (f"{settings['samples']} samples a problem at temperature {settings['temperature']}; unbiased pass@k, 95 % "
-                f"bootstrap intervals over problems.\n\n{(folder / 'results.md').read_text().strip()}")  # fmt: skip
+        table = (folder / "results.md").read_text().strip()
+        return (f"{settings['samples']} samples a problem at temperature {settings['temperature']}; unbiased pass@k, "
+                f"95 % bootstrap intervals over problems.\n\n{table}")  # fmt: skip
     held_out = [row for row in rows if "eval/pass@1" in row]
     if not held_out:
         return "None yet."
@@ -132,7 +144,7 @@ def main(argv=None):
     try:
         if exporting:
             source = data.local_model(read_json(run / "config.json")["model"])
-            tensors = fsdp_utils.state_tensors(run / f"state-{step:04d}", torch.bfloat16)
+            tensors = checkpoint.state_tensors(run / f"state-{step:04d}", torch.bfloat16)
             export(tensors, source, target, data.Tokenizer(source), lambda: card)
         else:
             (target / "README.md").write_text(card)

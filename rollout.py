@@ -78,7 +78,7 @@ def sample(logits, temperature, uniforms, valid_vocab=None, top_k=0, top_p=1.0):
 
 
 def _truncate(logits, top_k, top_p):
-    """-inf outside the top_k likeliest ids (ties stay), then outside the smallest set of probability top_p (Holtzman)."""
+    """-inf outside the top_k likeliest ids (ties stay), then outside the smallest set of probability top_p."""
     if top_k and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1.0:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import data
 import fsdp_utils
 import grader
@@ -109,8 +110,7 @@ RANGES = {
     "micro_batch_tokens": (2, MANY), "eval_every": (1, MANY), "eval_problems": (0, MANY), "eval_samples": (1, MANY),
     "save_every": (0, MANY), "keep": (0, MANY), "log_rollouts": (0, MANY),
 }  # fmt: skip
-# What may differ when a run is resumed: it changes how long and how fast, not what is computed. (Another number of
-# steps is another cosine: the run goes on as if it had been planned so.)
+# what may differ when a run is resumed: how long and how fast, not what is computed (steps: another cosine from there)
 FREE = {"out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "wandb", "max_batch",
         "micro_batch_tokens", "activation_checkpointing", "device", "dtype"}  # fmt: skip
 
@@ -180,7 +180,7 @@ def load_data(config, model_dir, train_files, held_out_files, note):
         raise UserError(f"sequence_length {config.sequence_length} exceeds the {limit} positions of {config.model}")
     tokenizer = load_tokenizer(model_dir, architecture)
     options = dict(instruction=config.instruction, system=config.system or None, thinking=config.thinking)
-    train, held_out = data.load_problems(train_files, note), data.load_problems(held_out_files, note)
+    train, held_out = (data.load_problems(files, note) for files in (train_files, held_out_files))
     # a seeded choice, so that it mixes the files; the same one at every evaluation and in every run of this seed
     chosen = data.problem_order(len(held_out), config.seed, epoch=-1)  # an epoch that no training reaches
     held_out = [held_out[i] for i in chosen[: config.eval_problems or None]]
@@ -248,6 +248,13 @@ class Log:
             self.tracker = None
             self.say(f"wandb is off: {type(error).__name__}: {error}".splitlines()[0])
 
+    def guard(self, action):
+        """Calls action(); where it cannot write, a warning, and training goes on."""
+        try:
+            action()
+        except (UserError, OSError) as error:
+            self.say(f"warning: not written, training goes on: {error}")
+
     def say(self, text):
         """Prints a line above the progress bar."""
         if self.shown:
@@ -257,10 +264,9 @@ class Log:
         """Appends a row to metrics.jsonl (and lines to rollouts.jsonl), moves the bar, prints what matters."""
         if not self.shown:
             return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        with open(self.folder / "rollouts.jsonl", "a") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in rollouts)
+        for name, rows in (("metrics", [row]), ("rollouts", rollouts)):
+            text = "".join(json.dumps(entry) + "\n" for entry in rows)
+            self.guard(partial(checkpoint.append, self.folder / f"{name}.jsonl", text))
         if self.tracker:
             self._guard(lambda: self.tracker.log(row, step=row["step"]))
         if "reward" in row:
@@ -284,8 +290,8 @@ class Log:
             curve = [(row["step"], row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
             for step, value in curve:
                 print(f"  step {step:>5}  pass@1 {value:.3f}  {'█' * round(40 * value)}")
-            first, last = (curve or [(0, math.nan)])[0][1], (curve or [(0, math.nan)])[-1][1]
-            print(f"held-out pass@1 {first:.3f} -> {last:.3f} in {seconds:.0f} s; see {self.folder}")
+            ends = " -> ".join(f"{value:.3f}" for _, value in (curve[:1] + curve[-1:]))
+            print(f"held-out pass@1 {ends} in {seconds:.0f} s; see {self.folder}")
             print("(the loss in metrics.jsonl is no sign of progress: read reward and eval/pass@1)")
 
 
@@ -295,7 +301,8 @@ def main(argv=None):
     begin, (config, name) = time.perf_counter(), parse_config(argv)
     ranks = fsdp_utils.init_distributed(config.device)
     note = print if ranks.rank == 0 else (lambda text: None)
-    model_dir, *paths = fsdp_utils.once(lambda: data.fetch(config.model, config.train_data, config.eval_data), per_node=True)
+    sources = config.model, config.train_data, config.eval_data
+    model_dir, *paths = fsdp_utils.once(lambda: data.fetch(*sources), per_node=True)
     tokenizer, (problems, prompts), held_out = load_data(config, model_dir, *paths, note)
     check_grader()
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
@@ -305,16 +312,15 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.adam_beta1, config.adam_beta2),
                                   eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
     sampler = empty_model(model.config, ranks.device, dtype)  # a whole copy; its memory stays in place all run long
-    folder, state = fsdp_utils.open_run_folder(config.out, config.resume, name)
+    folder, state = checkpoint.open_run_folder(config.out, config.resume, name, note)
     fingerprint, first = digest(prompts, [problem.answer for problem in problems]), 0
     if state:
-        facts = fsdp_utils.load_state(state, model, optimizer)
+        facts = checkpoint.load_state(state, model, optimizer)
         if facts["data"] != fingerprint:
-            raise UserError(f"{state}: its run had other training problems or prompts: the files, or the chat template, have changed")
-        first = facts["step"]
-        if first >= config.steps:
-            raise UserError(f"{state} is at step {first} of {config.steps}: nothing left to do (--steps N goes on to N)")
-    fsdp_utils.begin_run(folder, {**dataclasses.asdict(config), "out": "", "resume": False}, first)
+            raise UserError(f"{state}: the training problems or prompts are not the run's: files or template changed")
+        if (first := facts["step"]) >= config.steps:
+            raise UserError(f"{state} is at step {first} of {config.steps}: nothing left to do (--steps says how far)")
+    checkpoint.begin_run(folder, {**dataclasses.asdict(config), "out": "", "resume": False}, first)
     fsdp_utils.copy_weights(model, sampler)
     sampling = dict(max_length=config.sequence_length, max_batch=config.max_batch,
                     max_new_tokens=config.max_new_tokens or config.sequence_length)  # fmt: skip
@@ -360,8 +366,8 @@ def main(argv=None):
 
         # records; row s holds update s, and the evaluation and checkpoint of the weights after it
         row = {
-            "step": step + 1, "epoch": (step + 1) * groups / len(problems),
-            "reward": rewards.mean().item(), "groups_with_signal": advantages.any(1).double().mean().item(),
+            "step": step + 1, "epoch": (step + 1) * groups / len(problems), "reward": rewards.mean().item(),
+            "groups_with_signal": advantages.any(1).double().mean().item(),
             "length": lengths.double().mean().item(), "length_max": lengths.max().item(),
             "cut": sum(a.rollout.finish_reason == "length" for a in attempts) / len(attempts),
             **{f"grade/{reason}": sum(a.reason == reason for a in attempts) for reason in grader.REASONS}, **metrics,
@@ -382,11 +388,10 @@ def main(argv=None):
 
         # checkpoints: step-NNNN loads as any Hugging Face model, state-NNNN continues this run
         if config.save_every and (last or (step + 1) % config.save_every == 0):
-            export(fsdp_utils.full_tensors(model, torch.bfloat16), model_dir, folder / f"step-{step + 1:04d}", tokenizer,
-                   partial(model_card, folder, step + 1))  # fmt: skip
-            fsdp_utils.save_state(folder / f"state-{step + 1:04d}", model, optimizer,
-                                  {"step": step + 1, "data": fingerprint})  # fmt: skip
-            fsdp_utils.prune_states(folder, config.keep)
+            weights, card = fsdp_utils.full_tensors(model, torch.bfloat16), partial(model_card, folder, step + 1)
+            log.guard(partial(export, weights, model_dir, folder / f"step-{step + 1:04d}", tokenizer, card))
+            facts, name = {"step": step + 1, "data": fingerprint}, folder / f"state-{step + 1:04d}"
+            log.guard(partial(checkpoint.save_state, name, model, optimizer, facts, ranks, config.keep))
     log.finish(time.perf_counter() - begin)
     fsdp_utils.shutdown()
 

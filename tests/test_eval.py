@@ -19,6 +19,7 @@ import pytest
 import torch
 from workers_common import launch
 
+import checkpoint
 import data
 import eval as eval_file
 import fsdp_utils
@@ -192,7 +193,7 @@ def run_main(capsys, *argv):
     threads = torch.get_num_threads()
     eval_file.main([str(a) for a in argv])
     torch.set_num_threads(threads)
-    fsdp_utils.unlock()
+    checkpoint.unlock()
     return capsys.readouterr().out
 
 
@@ -327,7 +328,7 @@ def test_other_settings_are_refused_with_the_difference(folder, tmp_path, capsys
     with pytest.raises(UserError, match="another --out") as caught:
         eval_file.main.__wrapped__([*command(folder, tmp_path / "out", "short"), *change])
     fsdp_utils.shutdown()
-    fsdp_utils.unlock()
+    checkpoint.unlock()
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == whole
 
@@ -346,12 +347,12 @@ def test_another_model_is_refused(folder, tmp_path, capsys):
 
 def test_two_evaluations_do_not_share_a_folder(folder, tmp_path):
     (tmp_path / "out").mkdir()
-    fsdp_utils.lock(tmp_path / "out")
+    checkpoint.lock(tmp_path / "out")
     try:
         done = subprocess.run([sys.executable, eval_file.__file__, *command(folder, tmp_path / "out", "short")],
                               capture_output=True, text=True, timeout=120)  # fmt: skip
     finally:
-        fsdp_utils.unlock()
+        checkpoint.unlock()
     assert done.returncode == 2 and "another process" in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -24,10 +24,11 @@ FLOW = {  # design.md, section 1: who may import which project file
     "data": {"console", "grader"},
     "rollout": {"console", "model"},
     "rloo": {"model", "rollout"},  # Rollout, and the attention that it hands to the network
+    "checkpoint": {"console", "fsdp_utils"},
     "estimates": {"console", "grader"},
-    "eval": {"console", "data", "rollout", "grader", "model", "fsdp_utils", "estimates"},
-    "publish": {"console", "data", "model", "fsdp_utils"},
-    "train": {"console", "data", "rollout", "grader", "model", "fsdp_utils", "rloo", "eval", "publish"},
+    "eval": {"console", "checkpoint", "data", "rollout", "grader", "model", "fsdp_utils", "estimates"},
+    "publish": {"console", "checkpoint", "data", "model"},
+    "train": {"console", "data", "rollout", "grader", "model", "fsdp_utils", "rloo", "eval", "publish", "checkpoint"},
 }
 HOMES = {"torch.distributed": {"fsdp_utils"}, "tokenizers": {"data"}, "wandb": {"train"}, "jinja2": {"data"}, "sympy": {"meaning"},
          "huggingface_hub": {"data"}, "pyarrow": {"data"}}  # fmt: skip

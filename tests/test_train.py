@@ -32,6 +32,7 @@ from workers_common import (
     write_model,
 )
 
+import checkpoint
 import fsdp_utils
 import grader
 import train
@@ -111,6 +112,7 @@ def run(flags, tmp_path, monkeypatch):
         finally:
             if torch.distributed.is_initialized():
                 fsdp_utils.shutdown()
+            checkpoint.unlock()
         return read(out, "metrics")
 
     yield go
@@ -618,15 +620,16 @@ def test_a_finished_run_has_nothing_to_resume(run, tmp_path):
 def test_two_runs_never_share_a_folder(made, tmp_path, monkeypatch):
     """Started in the same second, they once mixed their records in one folder, and both exited 0."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fsdp_utils.time, "strftime", lambda layout: "now")
+    monkeypatch.setattr(checkpoint.time, "strftime", lambda layout: "now")
     fsdp_utils.init_distributed("cpu")
     try:
-        folders = [fsdp_utils.open_run_folder("", False, "tiny")[0] for _ in range(3)]
+        folders = [checkpoint.open_run_folder("", False, "tiny")[0] for _ in range(3)]
         assert [str(folder) for folder in folders] == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
         with pytest.raises(UserError, match="holds another run|another process"):
-            fsdp_utils.open_run_folder("runs/tiny-now", False, "tiny")
+            checkpoint.open_run_folder("runs/tiny-now", False, "tiny")
     finally:
         fsdp_utils.shutdown()
+        checkpoint.unlock()
 
 
 def test_keep_leaves_the_newest_states_and_every_export(run, tmp_path):

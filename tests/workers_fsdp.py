@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers_common import tiny_rollouts
 
+import checkpoint
 import fsdp_utils
 import rloo
 from model import Qwen3, Qwen3Config, load_weights
@@ -96,11 +97,11 @@ def check_step_and_state(model, folder, ranks, tensors, facts):
     state = folder.parent / f"state-{folder.name}"
     if ranks.world == 2:
         tensors["moments"] = moments(model, optimizer)
-        fsdp_utils.save_state(state, model, optimizer, {"step": 2, "text": "é"})
+        checkpoint.save_state(state, model, optimizer, {"step": 2, "text": "é"}, ranks)
     elif state.exists():
         fresh = build(folder)
         loaded = make_optimizer(fresh)
-        facts["loaded"] = fsdp_utils.load_state(state, fresh, loaded)
+        facts["loaded"] = checkpoint.load_state(state, fresh, loaded)
         tensors["loaded"] = full(fresh)
         tensors["moments"] = moments(fresh, loaded)
         accumulate(fresh, ranks, SHAPES, 12)  # and it can go on
