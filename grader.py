@@ -11,7 +11,7 @@ their values by sympy, both in a child process, meaning.py. Only proofs count: a
 equal. A unit missing on one side is forgiven, a different one is not.
 
 Model text is never evaluated: the child builds sympy objects from the tree, call by call. Sizes and a count of function
-calls decide what is tried. The CPU limit is ten times what the costliest comparison that they let pass was seen to take.
+calls decide what is tried, and the CPU limit is ten times what the costliest comparison took that they let pass.
 """
 
 import functools
@@ -76,10 +76,11 @@ _KNOWN_WORDS = _UNITS.keys() | {"and", "or"}
 _COUNTS = dict(zip("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
                    "sixteen seventeen eighteen nineteen twenty".split(), map(str, range(21))))
 # words after a number that change it: all others are what is counted, 5 apples
-_NO_UNIT = _COUNTS.keys() | set("""not no none nor neither either except incorrect wrong false impossible unknown undefined
+_NO_UNIT = _COUNTS.keys() | set("""
+    not no none nor neither either except incorrect wrong false impossible unknown undefined
     about approximately roughly nearly almost around possibly perhaps maybe probably guess is was are isn be if unless
     more less fewer than least most below above under over up off through to of r out vs versus but then remainder mod
-    modulo negative minus plus times divided doubled halved squared cubed factorial choose reciprocal inverse hundred
+    modulo negative minus plus divided doubled halved squared cubed factorial choose reciprocal inverse hundred
     thousand dozen score gross halve hundredth thousandth twentieth thirty forty fifty sixty seventy eighty ninety
     half quarter third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
     january february march april may june july august september october november december
@@ -91,8 +92,8 @@ _CHARACTERS = str.maketrans({
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ",
     "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "⟨": "(",
     "⟩": ")", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "€": ' "euro" ', "£": ' "gbp" ',
-    "¢": ' "cent" ', "⁄": "/", "∶": ":", "⩽": r"\le ", "⩾": r"\ge ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ",
-    "⌉": r"\rceil ", "△": r"\triangle ", "∠": r"\angle ", "“": "'", "”": "'"})
+    "¢": ' "cent" ', "⁄": "/", "∶": ":", "⩽": r"\le ", "⩾": r"\ge ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "⌈": r"\lceil ", "⌉": r"\rceil ", "△": r"\triangle ", "∠": r"\angle ", "“": "'", "”": "'"})
 
 
 def _ascii(text):  # Unicode mathematics as LaTeX, invisible marks dropped
@@ -258,8 +259,6 @@ class Parser:
                 words |= {separator} & {'"and"', '"or"'}
                 members += ["|" if separator == ":" else separator] * (separator in _SHAPE)
         pair, self.closers = (opening, self.take()), outer
-        if opening == "\\{" and "|" not in members:
-            members = list(dict.fromkeys(members))
         if many or opening == "\\matrix" or opening == "{" and len(members) > 1:
             empty = opening == "\\{" and members[:1] in ([("list",)], [("v", "emptyset")], [("v", "varnothing")])
             region = len(words) == 1 and all(x[0] == "rel" and not set(x[1]) <= set("=∈≈") for x in members)

@@ -17,8 +17,6 @@ import sys
 
 import sympy
 from sympy.core.cache import clear_cache
-from sympy.functions.elementary.hyperbolic import HyperbolicFunction
-from sympy.functions.elementary.trigonometric import TrigonometricFunction
 from sympy.polys.fields import sfield
 
 from grader import CHILD_BYTES, CPU_SECONDS, FUNCTIONS, MAX_BITS, MAX_FACTORIAL, REGIONS, clean, parse
@@ -43,8 +41,8 @@ _WARM_UP = ((r"\sqrt{5+2\sqrt6}", r"\sqrt2+\sqrt3"), (r"1+\tan^2 x", r"\sec^2 x"
 _PROOFS = (  # what may turn a difference with such parts into 0
     ((sympy.Basic,), lambda d: sfield(d)[1]),
     ((sympy.log,), lambda d: sfield(sympy.expand_log(d, factor=True))[1]),
-    ((TrigonometricFunction, HyperbolicFunction), lambda d: sympy.expand(sympy.numer(sympy.together(
-        d.rewrite(sympy.exp))))),
+    ([getattr(sympy, name) for name in (*_TRIGONOMETRIC, "sinh", "cosh", "tanh")],
+     lambda d: sympy.expand(sympy.numer(sympy.together(d.rewrite(sympy.exp))))),
     ((sympy.factorial, sympy.binomial), sympy.combsimp),
     ((sympy.Pow, sympy.exp), lambda d: sympy.powsimp(sympy.expand(d))),
     ((sympy.Basic,), sympy.simplify))
@@ -94,6 +92,8 @@ class Meaning:
         if len(self.subjects(a) | self.subjects(b)) > 1:
             return False
         a, b = self.plain(a), self.plain(b)
+        a, b = (x[2] if x[:1] == ("*",) and y[0] == x[2][0] == "tuple" and x[1][0] == "v" and x[1][1].isupper() else x
+                for x, y in ((a, b), (b, a)))  # the point P(1, 2), but C(5, 2) is not P(5, 2)
         if {a[0], b[0]} & set(REGIONS.values()) or ("v", "bbR") in (a, b):
             return self.region(a) == self.region(b)
         if a[0] == b[0] == "list":
@@ -167,11 +167,11 @@ class Meaning:
             return node if (abs(x - y) > abs(x) / 20) == True else node[2]  # noqa: E712
         return node[2] if node[1] == "=" and self.named(node[3]) else node
 
-    def scaled(self, node):  # a number times a matrix; the point P(1, 2)
+    def scaled(self, node):  # a number times a matrix
         left, right = node[1], self.plain(node[2])
         if right[0] == "matrix" and left[0] != "matrix":
             return ("matrix", *(x if isinstance(x, str) else ("*", left, x) for x in right[1:]))
-        return right if right[0] == "tuple" and left[0] == "v" and left[1].isupper() else node
+        return node
 
     def interval(self, node):  # an inequality between a name and constants as an interval, others as they are
         if node[0] != "rel" or not set(node[1]) <= set("<≤") and not set(node[1]) <= set(">≥"):

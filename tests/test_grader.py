@@ -134,6 +134,7 @@ x<2 \text{ and } x>3 :: (-\infty,2)\cup(3,\infty) :: and is not or
 x>0 \text{ and } x<1 :: y>0 \text{ and } y<1 :: variables
 (0,1),(2,3) :: (0,1)\cup(2,3) :: points are not intervals
 \angle ABC :: \angle ACB :: another vertex
+C(5,2) :: P(5,2) :: no points
 \emptyset :: \{\emptyset\} :: a set with a member
 \infty+1 :: \infty :: no arithmetic with infinity
 1,00 :: 1,000 :: no thousands separator
@@ -254,6 +255,7 @@ x⩽3 :: x\le 3
 “Yes” :: Yes
 75¢ :: 75\text{ cents}
 5 apples :: 5
+5\text{ times} :: 5
 \text{two apples} :: 2
 \text{twenty} :: 20
 \text{one half} :: \frac12
@@ -290,7 +292,7 @@ P(3,4) :: (3,4)
 \frac15\begin{pmatrix} 3 \\ 4 \end{pmatrix} :: \begin{pmatrix} 3/5 \\ 4/5 \end{pmatrix}
 x>0 \text{ and } x<1 :: (0,1)
 x<-1, x>1 :: x<-1 \text{ or } x>1
-\{1,2,2\} :: \{1,2\}
+\{-1,3,3\} :: -1,3,3
 \gcd(b,a) :: \gcd(a,b)
 \frac{\sqrt a}{\sqrt b} :: \sqrt{\frac ab}
 \sqrt{ab} :: \sqrt a\sqrt b
@@ -503,7 +505,8 @@ GOLDS = (r"\frac{\sqrt{77}}{1234567}", r"\text{Briana}", r"\left(3141, \frac{\pi
 BOXES = (r"\boxed{%s}", r"\boxed{%s}", r"\boxed{1+%s}", r"\boxed{%s", "%s", r"</think>\boxed %s")
 
 
-FORMS = (r"\{%s\pm %s\}", r"\frac{%s}{%s}", r"\left(%s\right)^{%s}", r"%s+%s", r"%s-%s", r"%s\cdot %s", r"\sqrt[%s]{%s}",
+FORMS = (r"\{%s\pm %s\}", r"\frac{%s}{%s}", r"\left(%s\right)^{%s}", r"%s+%s", r"%s-%s",
+         r"%s\cdot %s", r"\sqrt[%s]{%s}",
          r"\log_{%s}{%s}", r"\binom{%s}{%s}", r"\sin\left(%s\right)\cos(%s)", r"(%s)!+%s", r"%s=%s", r"%s<%s", r"%s,%s",
          r"[%s,%s)\cup\{5\}", r"\{x|%s\le x<%s\}", r"\begin{pmatrix}%s&%s\end{pmatrix}", r"|%s|\pm %s", r"f(%s)=%s",
          r"\lfloor %s\rfloor+\tan^{-1}(%s)", r"e^{%s}-\ln(%s)", r"%s \text{ cm}/%s")
@@ -597,7 +600,8 @@ def test_a_killed_child_is_replaced():
 
 @pytest.mark.parametrize("work, reason", [
     ("while True: pass", "timeout"), ("x = [0] * 10**9", "timeout"), ("os.kill(os.getpid(), 9)", "timeout"),
-    ("if os.path.exists(path): print('\"right\"', flush=True)\nelse: open(path, 'w'); os.kill(os.getpid(), 9)", "right")])
+    ("if os.path.exists(path): print('\"right\"', flush=True)\n"
+     "else: open(path, 'w'); os.kill(os.getpid(), 9)", "right")])
 def test_the_ends_of_a_child(monkeypatch, tmp_path, work, reason):
     """Of its own limits: timeout at once. Killed by others: asked for again, once."""
     started, children = [], grader.Children()
@@ -626,7 +630,7 @@ def test_work_is_limited_before_time():
 
 
 def test_the_costliest_accepted_comparisons():
-    """Their CPU time is a tenth of the limit, so no load turns one into a timeout: 0.05 to 0.08 s on an idle machine."""
+    """Their CPU time is a tenth of the limit, so no load turns one into a timeout: 0.08 s at most if it is idle."""
     code = r"""
 import time, meaning
 from grader import CPU_SECONDS, clean
@@ -643,8 +647,7 @@ for pair in ((r"\sin x\cos y+\cos x\sin y", r"\sin(x+y)"), (r"\tan^2 y+1", r"\se
     worst = max(worst, time.process_time() - start)
 print(f"factor {CPU_SECONDS / worst:.1f}")
 assert worst < CPU_SECONDS / 3, worst  # a tenth if idle"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
-    print(result.stdout)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)  # -s shows the factor
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
