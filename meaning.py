@@ -25,8 +25,7 @@ MAX_CALLS = 50_000       # of Python functions in the proofs of one question: 0.
 MAX_TERMS = 1000         # of an expanded power of a sum
 MAX_PROOF_BITS = 3000    # of the bound that proves a number to be zero
 MAX_ROOT_BITS = 500      # of a number under a root: sympy looks for its factors
-MAX_ROOTS = 24           # powers within a power
-MAX_PARTS = 12           # of a union
+MAX_ROOTS, MAX_PARTS = 24, 12  # powers within a power, parts of a union
 _FORGIVEN = {"percent": ("n", "1/100"), "degree": ("*", ("v", "pi"), ("n", "1/180"))}
 _SYMPY = {"+": "Add", "*": "Mul", "arcsin": "asin", "arccos": "acos", "arctan": "atan", "abs": "Abs", "ln": "log",
           "binom": "binomial", "factorial": "factorial", "floor": "floor"}
@@ -242,8 +241,8 @@ class Meaning:
         if kind not in ("f", "+", "*", "^"):
             raise ValueError(kind)
         name, parts = rest.pop(0) if kind == "f" else kind, [self.value(x) for x in rest]
-        if name in ("factorial", "binom") and any(
-                x.is_number and not 0 <= x <= (MAX_FACTORIAL if parts[0].is_Integer else 30) for x in parts):
+        largest = MAX_FACTORIAL if parts[0].is_Integer else 30  # of x over 30 sympy makes a product
+        if name in ("factorial", "binom") and any(x.is_number and not (x.is_Integer and 0 <= x <= largest) for x in parts):
             raise ValueError("too large")
         if name in ("^", "sqrt"):
             return self.power(parts[0], parts[1] if name == "^" else 1 / (parts + [sympy.Integer(2)])[1])
@@ -294,9 +293,10 @@ class Meaning:
     def refuted(self, difference):  # by its value at a point
         symbols = sorted(difference.free_symbols, key=str)
         for shift in (3, -5, 8) if symbols else (0,):
-            point = {symbol: sympy.Rational(7 * (abs(shift) if symbol.is_positive else shift) + 2 * k, 10 + k)
-                     for k, symbol in enumerate(symbols)}
-            value = difference.evalf(15, subs=point, maxn=80)
+            point = {x: sympy.Rational(7 * (abs(shift) if x.is_positive else shift) + 2 * k, 10 + k)
+                     for k, x in enumerate(symbols)}
+            costly = difference.has(sympy.binomial)  # it becomes a product at times
+            value = self.limited(lambda: difference.evalf(15, subs=point, maxn=80), costly)
             if value.is_number and value.is_finite and abs(value) > 1e-30:
                 return True
         return False
@@ -305,13 +305,13 @@ class Meaning:
         clear_cache()  # the number of calls must not depend on earlier questions
         return any(self.limited(lambda: step(difference)) == 0 for kinds, step in _PROOFS if difference.has(*kinds))
 
-    def limited(self, work):  # counted in calls, which no other load on the machine changes
+    def limited(self, work, costly=True):  # counted in calls, which no other load on the machine changes
         def count(frame, event, argument):
             self.calls += 1
             if self.calls > MAX_CALLS:
                 raise TooCostly
 
-        sys.settrace(count)
+        sys.settrace(count if costly else None)
         try:
             result = work()
         finally:

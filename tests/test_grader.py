@@ -376,7 +376,8 @@ def test_reasons_and_malformed_input(text, answer, reason):
     r"\{" * 30 + "1" + r"\pm1\}" * 30, r"\{(" * 20 + "1" + r"\pm1)\}" * 20, r"\sqrt[" * 90 + "2" + "]2" * 90,
     r"\sqrt" * 190 + "2", "x^{" * 60 + "2" + "}" * 60, r"e^{e^{e^{e^{e}}}}", r"\exp(10^{1000})", r"(x+1)^{10^{9}}",
     r"\lfloor e^{59000}\rfloor", r"\binom{x}{5000}", r"\cup".join(f"({2 * k},{2 * k + 1})" for k in range(40)),
-    r"(x+y+z+1)^{400}-((x+1)^2+2(x+1)(y+z)+(y+z)^2)^{200}", "ﷺ" * 999, r"\sqrt{10^{9000}+1}"])
+    r"(x+y+z+1)^{400}-((x+1)^2+2(x+1)(y+z)+(y+z)^2)^{200}", "ﷺ" * 999, r"\sqrt{10^{9000}+1}",
+    r"\binom{30^\circ \text{ cm}/99999}{5!\cdot y}", r"\binom{e}{30^\circ}"])
 def test_bombs_do_not_go_off(bomb):
     grade(r"\boxed{\sin 1}", r"\cos 1")  # a child is there
     start = time.monotonic()
