@@ -32,7 +32,7 @@ MAX_CHARS, MAX_TOKENS = 1000, 400       # of an answer that is parsed; beyond th
 MAX_CLEANED = 2500                      # characters: a question, escaped as JSON, fits into the 64 KiB of a pipe
 MAX_STEPS = 4000                        # of the parser: nested sets with plus-minus signs double them at each level
 MAX_BITS, MAX_FACTORIAL = 60_000, 5000  # of exact numbers: 2004! has 19,000 bits
-CPU_SECONDS, WALL_SECONDS = 0.8, 60     # of a comparison; the second only for a child that never gets to run
+CPU_SECONDS, WALL_SECONDS = 1.0, 60     # of a comparison; the second only for a child that never gets to run
 REASONS = ("right", "wrong", "no answer", "unparsable", "timeout")
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meaning.py")
 CHILDREN, SPARES = 4, 2                 # of each process: at work, and ready for the next question
@@ -108,7 +108,7 @@ def _ascii(text):  # Unicode mathematics as LaTeX, invisible marks dropped
     return "".join(c for c in nfkc(text) if unicodedata.category(c) != "Cf")
 
 
-_BEFORE_TEXT = [(re.compile(pattern), new) for pattern, new in (
+_BEFORE_TEXT = [(re.compile(pattern), new) for pattern, new in (  # layout and LaTeX, while \text{...} still stands
     (r"^['\"`](.*)['\"`]$", r"\1"), (r"\\\\(?:\[[\d.]+[a-z]{2}\])?", r"\\cr "),
     (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\bb\1 "), (r"\b([aApP])\.\s?[mM]\b\.?", r"\1m"),
     (r"\\(?:boxed|fbox|displaystyle|textstyle|limits|bf|rm|it|[lL]arge|huge)(?![A-Za-z])", " "),
@@ -129,7 +129,7 @@ _BEFORE_TEXT = [(re.compile(pattern), new) for pattern, new in (
     (r"\\[,!;:> ()\[\]]|\\q?quad(?![A-Za-z])|[~$]", " "), (r"[\s.,;]+$", ""),
     (r"\\(?:[dtc]|nice)frac(?![A-Za-z])", r"\\frac "), (r"\\[dt]binom(?![A-Za-z])", r"\\binom "),
     (r"\\(frac|binom|sqrt)\s*(\d)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"))]
-_AFTER_TEXT = [(re.compile(pattern), new) for pattern, new in (
+_AFTER_TEXT = [(re.compile(pattern), new) for pattern, new in (  # phrases, units, bases: words are "quoted" by then
     (r"\s+", " "), (r"\*\*", "^"), (r"<=", r"\\le "), (r">=", r"\\ge "),
     (r'\^ ?(\{)? ?"?(?:st|nd|rd|th)"?(?(1) ?\})', " "),
     (r'\^ ?(\{)? ?\\circ(?(1) ?\})|(?<=\d)\^ ?(\{)? ?"?o"?(?(2) ?\})|\\degree(?![a-z])', ' "degree" '),
@@ -484,6 +484,7 @@ def main(path):
             print(json.dumps({"verdict": verdict, "reason": reason, "ms": ms}))
     except BrokenPipeError:  # of | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None
     except OSError as error:
         return f"{path}: {error.strerror}"
     except KeyError as field:

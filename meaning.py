@@ -241,8 +241,8 @@ class Meaning:
         if kind not in ("f", "+", "*", "^"):
             raise ValueError(kind)
         name, parts = rest.pop(0) if kind == "f" else kind, [self.value(x) for x in rest]
-        largest = MAX_FACTORIAL if parts[0].is_Integer else 30  # of x over 30 sympy makes a product
-        if name in ("factorial", "binom") and any(x.is_number and not (x.is_Integer and 0 <= x <= largest) for x in parts):
+        n = MAX_FACTORIAL if parts[0].is_Integer else 30  # of x over 30 sympy makes a product
+        if name in ("factorial", "binom") and any(x.is_number and not (x.is_Integer and 0 <= x <= n) for x in parts):
             raise ValueError("too large")
         if name in ("^", "sqrt"):
             return self.power(parts[0], parts[1] if name == "^" else 1 / (parts + [sympy.Integer(2)])[1])
