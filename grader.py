@@ -32,7 +32,7 @@ MAX_CHARS, MAX_TOKENS = 1000, 400       # of an answer that is parsed; beyond th
 MAX_CLEANED = 2500                      # characters: a question, escaped as JSON, fits into the 64 KiB of a pipe
 MAX_STEPS = 4000                        # of the parser: nested sets with plus-minus signs double them at each level
 MAX_BITS, MAX_FACTORIAL = 60_000, 5000  # of exact numbers: 2004! has 19,000 bits
-CPU_SECONDS, WALL_SECONDS = 1.0, 60     # of a comparison; the second only for a child that never gets to run
+CPU_SECONDS, WALL_SECONDS = 1.2, 60     # of a comparison; the second only for a child that never gets to run
 REASONS = ("right", "wrong", "no answer", "unparsable", "timeout")
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meaning.py")
 CHILDREN, SPARES = 4, 2                 # of each process: at work, and ready for the next question
@@ -81,9 +81,9 @@ _NO_UNIT = _COUNTS.keys() | set("""
     about approximately roughly nearly almost around possibly perhaps maybe probably guess is was are isn be if unless
     more less fewer than least most below above under over up off through to of r out vs versus but then remainder mod
     modulo negative minus plus divided doubled halved squared cubed factorial choose reciprocal inverse hundred
-    thousand dozen score gross halve hundredth thousandth twentieth thirty forty fifty sixty seventy eighty ninety
+    ago later thousand dozen score gross halve hundredth thousandth twentieth thirty forty fifty sixty seventy eighty
     half quarter third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
-    january february march april may june july august september october november december
+    ninety january february march april may june july august september october november december
     monday tuesday wednesday thursday friday saturday sunday""".split())
 FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp gcd lcm".split())
 _PLAIN_NAMES = FUNCTIONS | {"sqrt", "pi", "infty", "theta", "alpha", "beta"}  # commands without a backslash, too
