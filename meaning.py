@@ -60,7 +60,7 @@ class Meaning:
     def reason(self, prediction, gold, whole):
         """whole: the prediction is of a completion. It may show its work and end with "= value", not add a base."""
         self.whole, self.calls = whole, 0
-        x, y = choice(prediction), choice(gold)
+        x, y = _choice(prediction), _choice(gold)
         if x and y and "" in (x[1], y[1]):
             return "right" if x[0] == y[0] else "wrong"
         left, right = ([tree for tree in (parse(text), _LIST.search(text) and parse(text, False)) if tree]
@@ -68,7 +68,7 @@ class Meaning:
         if not left or not right:
             return "unparsable"
         if whole and left[0][:2] == ("rel", "=") and right[0][0] != "rel" and (
-                left[0][2][0] in ("^", "f") or combination(left[0][2])):
+                left[0][2][0] in ("^", "f") or _combination(left[0][2])):
             left.append(left[0][3])
         left, right = (list(map(self.radians, trees)) for trees in (left, right))
         try:
@@ -325,14 +325,14 @@ _CHOICE = re.compile(r"\(([A-Z])\) ?([^\s+\-*/^=<>_,;&|!.:)].*)?|([A-Z])(?:\)|[.
 _ANOTHER_CHOICE = re.compile(r"(?<![A-Za-z])\([A-Z]\)|\b(?:or|and) \(?[A-Z]\b|^[A-Z]\)")
 
 
-def choice(cleaned):  # letter and text of (B) with or without the text of the option; None for several options
+def _choice(cleaned):  # letter and text of (B) with or without the text of the option; None for several options
     match = _CHOICE.fullmatch(re.sub(r"[ $]+", " ", cleaned.replace('"', "")).strip())
     rest = match and (match[2] or match[4] or "")
     return None if match is None or _ANOTHER_CHOICE.search(rest) else (match[1] or match[3], rest)
 
 
-def combination(node):  # x + y, xy: where "find x + y" ends with x + y = 12
-    return node[0] in ("+", "*") and all(x[0] == "v" or combination(x) for x in node[1:])
+def _combination(node):  # x + y, xy: where "find x + y" ends with x + y = 12
+    return node[0] in ("+", "*") and all(x[0] == "v" or _combination(x) for x in node[1:])
 
 
 def height(number, fields):
