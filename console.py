@@ -32,6 +32,8 @@ class CommandLine(argparse.ArgumentParser):
     def parse_args(self, argv=None):
         """As in argparse, but an unknown argument is met with the nearest one there is."""
         args, unknown = self.parse_known_args(argv)
+        for text in (text for text in argv or () if text != text.encode(errors="replace").decode()):
+            self.error(f"an argument is not UTF-8: {printable(text)[:80]}")
         for name in (argument.partition("=")[0] for argument in unknown):
             self.error(f"unknown argument {name}{nearest(name, self._option_string_actions)}")
         return args

@@ -55,6 +55,8 @@ def local_model(name: str) -> str:
     there, without network). UserError: neither. Call it on one process a node."""
     if (Path(name) / "state.json").exists():
         raise UserError(f"{name} is a training state; python publish.py {name} makes a checkpoint of it")
+    if (Path(name) / "metrics.jsonl").exists():
+        raise UserError(f"{name} is a run folder; give one of its checkpoints, {name}/step-NNNN")
     if Path(name).is_dir():
         return name
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -85,7 +87,9 @@ def _fetch(repository, kind, patterns, instead):
             return folder
         reason = f"it has no {patterns[0]}"
     except Exception as error:  # a dozen kinds, from 404 to a broken connection, and they differ between versions
-        reason = _one_line(error)
+        known = {"LocalEntryNotFoundError": "no network, and not in the cache",
+                 "RepositoryNotFoundError": "no such repository, or not public"}  # fmt: skip
+        reason = known.get(type(error).__name__) or _one_line(error)
     raise UserError(f"{repository}: not found here, and fetching the {kind} from the hub failed ({reason}); {instead}")
 
 
@@ -245,7 +249,7 @@ def _problem(row):
     else:
         answer = _text(row, "answer") if "answer" in row else extract_answer(_text(row, "solution"))
     level, subject = row.get("level"), row.get("subject", row.get("type"))
-    labels = (None if label is None else _one_line(label) for label in (level, subject))
+    labels = (None if label is None else _one_line(label) or None for label in (level, subject))
     return Problem(question, answer.strip(), *labels) if question.strip() and (answer or "").strip() else None
 
 

@@ -8,18 +8,19 @@ bootstrap over problems gives the interval of them all.
 """
 
 import math
+import re
 from collections import Counter
 
 import numpy
 
 import grader
-from console import UserError
+from console import UserError, printable
 
 
 def pass_at_k(samples, correct, k):
     """Chance that one of k samples is right, unbiased, from `correct` of `samples` (Chen et al. 2021, eq. 1)."""
     if not 1 <= k <= samples:
-        raise UserError(f"pass@{k} needs at least {k} samples a problem, there are {samples}")
+        raise UserError(f"pass@{k}: k must lie in 1..{samples}, the samples a problem")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -60,25 +61,49 @@ def summarize(problems, resamples=2000):
     """[scores of each problem] -> {figure: (mean, low, high)}: a seeded 95 % percentile bootstrap over the problems."""
     n, names = len(problems), list(problems[0])
     values = numpy.array([[problem[name] for name in names] for problem in problems])  # (N, figures)
-    drawn = numpy.random.default_rng(0).multinomial(n, [1 / n] * n, size=resamples)  # how often each problem was drawn
+    drawn = numpy.random.default_rng(0).multinomial(n, [1 / n] * n, size=resamples)  # (resamples, N): how often each
     low, high = numpy.percentile(drawn @ values / n, [2.5, 97.5], axis=0)
     return dict(zip(names, zip(values.mean(0).tolist(), low.tolist(), high.tolist())))
 
 
-def table(rows, heading="dataset"):
-    """[(name, number of problems, {figure: (mean, low, high)})] -> an aligned Markdown table, shares in percent.
+def by_label(labels, scored):
+    """The scores of problems that share a label, by label: {"Level 1": [...], "Level 2": [...]}. None: no label."""
 
-    Below each name stands the 95 % interval of its figures.
+    def natural(label):
+        return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", label)]
+
+    found = sorted(set(labels) - {None}, key=natural)
+    return {label: [s for s, own in zip(scored, labels) if own == label] for label in found}
+
+
+def table(rows, heading="dataset"):
+    """{name: (number of problems, {figure: (mean, low, high)})} -> two aligned Markdown tables, shares in percent.
+
+    The first holds pass@k, the second the rest; below each name stands the 95 % interval of its figures.
     """
-    names = [name for name in rows[0][2] if name.startswith("pass@")]
-    names += [name for name in rows[0][2] if name.startswith("maj@")][-1:]  # the other votes are in results.json
-    cells = [[heading, "problems", *names, "tokens", "cut", "no answer"]]
-    for title, n, figures in rows:
-        shares = [figures[name] for name in (*names, "cut", "no_answer")]
-        means, spans = zip(*((f"{100 * m:.2f}", f"{100 * low:.2f}–{100 * high:.2f}") for m, low, high in shares))
-        length, short, long = figures["length"]
-        cells.append([title, str(n), *means[:-2], f"{length:.1f}", *means[-2:]])
-        cells.append(["95 % interval", "", *spans[:-2], f"{short:.1f}–{long:.1f}", *spans[-2:]])
+    names = list(next(iter(rows.values()))[1])
+    passes = [name for name in names if name.startswith("pass@")]
+    votes = [name for name in names if name.startswith("maj@")][-1:]  # those of fewer samples are in results.json
+    first = [[heading, "problems", *passes]]
+    second = [[heading, *votes, "tokens", "cut", "no answer"]]
+    for title, (n, figures) in rows.items():
+        title = printable(title).replace("|", "/")
+        for name, count, pick in ((title, str(n), _mean), ("95 % interval", "", _span)):
+            first.append([name, count, *(pick(figures[name]) for name in passes)])
+            second.append([name, *(pick(figures[name]) for name in votes), pick(figures["length"], 1, 1),
+                           pick(figures["cut"]), pick(figures["no_answer"])])  # fmt: skip
+    return f"{_aligned(first)}\n\n{_aligned(second)}"
+
+
+def _mean(figure, scale=100, digits=2):
+    return f"{scale * figure[0]:.{digits}f}"
+
+
+def _span(figure, scale=100, digits=2):
+    return f"{scale * figure[1]:.{digits}f}–{scale * figure[2]:.{digits}f}"
+
+
+def _aligned(cells):
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []
     for row in cells:

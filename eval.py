@@ -9,7 +9,6 @@ given again. The estimates are in estimates.py. Knows nothing of optimisers, los
     python eval.py --model tiny/model --prompt "(12+7)*3=" --samples 4
 """
 
-import hashlib
 import json
 import re
 import sys
@@ -24,8 +23,8 @@ import data
 import fsdp_utils
 import grader
 from console import CommandLine, Progress, UserError, exits_cleanly, printable
-from estimates import scores, summarize, table
-from model import Qwen3Config, empty_model, load_weights
+from estimates import by_label, scores, summarize, table
+from model import Qwen3Config, empty_model, load_weights, read_json
 from rollout import Rollout, generate, stream_key
 
 
@@ -149,50 +148,35 @@ def load_tokenizer(model_dir, config):
 # The evaluation on disk
 
 
-def digest(*values):
-    """A short fingerprint of JSON-able values."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-def digest_files(paths):
-    """A fingerprint of files: sizes and 64 pieces of each, so that gigabytes of weights take no time."""
-    total = hashlib.sha256()
-    for path in sorted(paths):
-        size = path.stat().st_size
-        total.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            for i in range(64):
-                file.seek(size * i // 64)
-                total.update(file.read(65536))
-    return total.hexdigest()[:16]
-
-
 class Records:
     """The folder of an evaluation: settings.json, samples.jsonl and, while it runs, samples-RANK.jsonl of each rank.
 
-    On several machines it must lie on a file system that they share. OSError becomes UserError: what is there stays.
+    On several machines it must lie on a file system that they share. A full disk is a UserError; what is there stays.
     """
 
-    def __init__(self, folder, settings, ranks):
-        """Collective. Takes up what an earlier, interrupted evaluation left; UserError if its settings were others."""
-        self.folder, self.path = folder, folder / f"samples-{ranks.rank:05d}.jsonl"
-        fsdp_utils.once(lambda: self._open(settings))
-        self.done = {(r["data"], r["problem"], r["sample"]) for r in self.read()}
-        self.file = open(self.path, "a")
+    def __init__(self, folder, settings, sizes, ranks):
+        """Collective. Takes up what an earlier, interrupted evaluation left; UserError if its settings were others.
 
-    def _open(self, settings):
+        sizes: {name of the data set: number of its problems}.
+        """
+        self.folder, self.path = folder, folder / f"samples-{ranks.rank:05d}.jsonl"
+        self.settings, self.sizes = settings, sizes
+        fsdp_utils.once(self._open)
+        self.done = {(r["data"], r["problem"], r["sample"]) for r in self.read()}
+        self.file = None
+
+    def _open(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.lock(self.folder)
         path = self.folder / "settings.json"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.lock(self.folder)
-            old = json.loads(path.read_text()) if path.exists() else settings
-            for name in (name for name in {**old, **settings} if old.get(name) != settings.get(name)):
-                raise UserError(f"{self.folder} holds an evaluation with {name} {old.get(name)!r}, not "
-                                f"{settings.get(name)!r}: give another --out")  # fmt: skip
-            checkpoint.write(path, json.dumps(settings, indent=1))
-            self.merge()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.folder}: cannot be used for results ({error})") from error
+        old = read_json(path) if path.exists() else self.settings
+        changed = [name for name in {**old, **self.settings} if old.get(name) != self.settings.get(name)]
+        if changed:
+            was, now = ([values.get(changed[0])] for values in (old, self.settings))
+            raise UserError(f"{self.folder} holds an evaluation with {changed[0]} {was[0]!r}, not {now[0]!r}: give "
+                            f"another --out")  # fmt: skip
+        checkpoint.write(path, json.dumps(self.settings, indent=1))
+        self.merge()
 
     def read(self):
         """The records of samples.jsonl."""
@@ -202,6 +186,7 @@ class Records:
     def add(self, entry):
         """Appends one sample's record. At once, and line by line: a kill can tear the last line alone."""
         try:
+            self.file = self.file or open(self.path, "a")
             self.file.write(json.dumps(entry) + "\n")
             self.file.flush()
         except OSError as error:
@@ -211,13 +196,27 @@ class Records:
         """Gathers the ranks' files into samples.jsonl, in order and each sample once. Rank 0 only."""
         found = {}
         for path in (*self.folder.glob("samples-*.jsonl"), *self.folder.glob("samples.jsonl")):
-            for line in path.read_text(errors="replace").splitlines(keepends=True):
+            for number, line in enumerate(path.read_text(errors="replace").splitlines(keepends=True), 1):
                 if line.endswith("\n"):
-                    entry = json.loads(line)
-                    found[entry["data"], entry["problem"], entry["sample"]] = line
+                    key = self._key(line)
+                    if key is None:
+                        raise UserError(f"{path}, line {number}: no sample of this evaluation; remove the line, or "
+                                        f"give another --out")  # fmt: skip
+                    found[key] = line
         checkpoint.write(self.folder / "samples.jsonl", "".join(found[key] for key in sorted(found)))
         for path in self.folder.glob("samples-*.jsonl"):
             path.unlink()
+
+    def _key(self, line):
+        """What a line is the sample of, (data, problem, sample); None if it is not one."""
+        try:
+            r = json.loads(line)
+            kinds = {"problem": int, "sample": int, "correct": bool, "tokens": int, "reason": str, "finish_reason": str}
+            good = all(type(r[name]) is kind for name, kind in kinds.items()) and isinstance(r["answer"], str | None)
+            fits = 0 <= r["problem"] < self.sizes[r["data"]] and 0 <= r["sample"] < self.settings["samples"]
+            return (r["data"], r["problem"], r["sample"]) if good and fits else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
 
 
 # The command
@@ -274,7 +273,7 @@ def main(argv=None):
     """The command: a table over problem files, or completions of one prompt."""
     args = parse(argv)
     ranks = fsdp_utils.init_distributed(args.device)
-    sources = [[entry.rpartition("=")[2]] for entry in args.data]
+    sources = [[entry.partition("=")[2] or entry] for entry in args.data]
     model_dir, *files = fsdp_utils.once(lambda: data.fetch(args.model, *sources), per_node=True)
     config = Qwen3Config.from_json(f"{model_dir}/config.json")
     tokenizer, positions = load_tokenizer(model_dir, config), config.max_position_embeddings
@@ -291,11 +290,13 @@ def main(argv=None):
         check_grader()
         sets = load_sets(tokenizer, args, files, limit - 1, print if ranks.rank == 0 else (lambda text: None), options)
         settings = {**sampling, **options, "samples": args.samples, "seed": args.seed,
-                    "compute": f"{ranks.device.type} {dtype}",
-                    "model": digest_files(Path(model_dir).glob("*.safetensors")),
-                    "data": {name: digest([(p.question, p.answer) for p in problems], prompts)
-                             for name, (problems, prompts) in sets.items()}}  # fmt: skip
-        records = Records(Path(args.out or default_folder(args.model)), settings, ranks)
+                    "compute": f"{ranks.device.type} {dtype}", "stop_ids": [*tokenizer.stop_ids],
+                    "weights": checkpoint.digest_files(Path(model_dir).glob("*.safetensors")),
+                    "architecture": checkpoint.digest(vars(config)),
+                    **{f"data {name}": checkpoint.digest([(p.question, p.answer) for p in problems], prompts)
+                       for name, (problems, prompts) in sets.items()}}  # fmt: skip
+        sizes = {name: len(problems) for name, (problems, _) in sets.items()}
+        records = Records(Path(args.out or default_folder(args.model)), settings, sizes, ranks)
         sample_all(lambda: load_model(model_dir, ranks.device, dtype), tokenizer, sets, records, args, ranks, sampling)
         fsdp_utils.once(lambda: report(records, sets, args.model))
     fsdp_utils.shutdown()
@@ -323,11 +324,11 @@ def sample_all(load, tokenizer, sets, records, args, ranks, sampling):
     names, numbers, problems, prompts = zip(*pool)
     left = [(p, s) for p, s in all_pairs(len(pool), args.samples) if (names[p], numbers[p], s) not in records.done]
     part = share(left, ranks.rank, ranks.world)
-    if not left:
+    if not left:  # the same on all ranks
         return
 
     def each(a):
-        records.add({"data": names[a.problem], **record(a), "problem": numbers[a.problem]})
+        records.add({"data": names[a.problem], **record(a), "problem": numbers[a.problem]})  # its number in its own set
         a.rollout.completion, a.rollout.logprobs, a.text = [], [], ""  # on disk: tens of thousands would fill memory
 
     model = load()
@@ -335,34 +336,30 @@ def sample_all(load, tokenizer, sets, records, args, ranks, sampling):
         attempt(model, tokenizer, [p.answer for p in problems], prompts, part,
                 [(args.seed, "eval", p.question) for p in problems], each, max_batch=args.max_batch, progress=progress,
                 **sampling)  # fmt: skip
-    fsdp_utils.all_sum([0.0])  # all have finished: their files are whole
+    fsdp_utils.barrier()  # all have finished: their files are whole
 
 
 def report(records, sets, model):
     """Rank 0: prints the tables and writes results.md and results.json beside the samples."""
     records.merge()
-    figures = {name: [[] for _ in problems] for name, (problems, _) in sets.items()}
+    samples = {name: [[] for _ in problems] for name, (problems, _) in sets.items()}
     for entry in records.read():
-        figures[entry["data"]][entry["problem"]].append(entry)
-    figures = {name: [scores(samples) for samples in problems] for name, problems in figures.items()}
-    everything = [problem for problems in figures.values() for problem in problems]
-    groups = {("", "dataset"): {**figures, **({"Overall": everything} if len(figures) > 1 else {})}}
+        samples[entry["data"]][entry["problem"]].append(entry)
+    scored = {name: list(map(scores, problems)) for name, problems in samples.items()}
+    tables = {"": ("dataset", scored | ({"Overall": sum(scored.values(), [])} if len(scored) > 1 else {}))}
     for name, (problems, _) in sets.items():
         for label in ("level", "subject"):
-            found = sorted({getattr(p, label) for p in problems} - {None})
-            groups[name, label] = {value: [f for f, p in zip(figures[name], problems) if getattr(p, label) == value]
-                                   for value in found}  # fmt: skip
-    rows = {title: [(name, len(scored), summarize(scored)) for name, scored in group.items()]
-            for title, group in groups.items() if group}  # fmt: skip
-    text = "\n\n".join((f"{name} by {label}:\n\n" if name else "") + table(group, label)
-                       for (name, label), group in rows.items())  # fmt: skip
-    settings = json.loads((records.folder / "settings.json").read_text())
-    facts = {"model": model, "settings": settings,
-             "results": {f"{name} by {label}" if name else "all":
-                             {row: {"problems": n, **summary} for row, n, summary in group}
-                         for (name, label), group in rows.items()}}  # fmt: skip
+            if parts := by_label([getattr(problem, label) for problem in problems], scored[name]):
+                tables[f"{name} by {label}"] = label, parts
+    results = {title: {row: (len(part), summarize(part)) for row, part in parts.items()}
+               for title, (_, parts) in tables.items()}  # fmt: skip
+    text = "\n\n".join((f"{title}:\n\n" if title else "") + table(results[title], heading)
+                       for title, (heading, _) in tables.items())  # fmt: skip
+    facts = {title or "all": {row: {"problems": n, **figures} for row, (n, figures) in rows.items()}
+             for title, rows in results.items()}  # fmt: skip
     checkpoint.write(records.folder / "results.md", text + "\n")
-    checkpoint.write(records.folder / "results.json", json.dumps(facts, indent=1))
+    whole = {"model": model, "settings": records.settings, "results": facts}
+    checkpoint.write(records.folder / "results.json", json.dumps(whole, indent=1))
     print(f"{text}\n\nsamples, results.md and results.json: {records.folder}")
 
 

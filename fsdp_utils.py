@@ -169,13 +169,18 @@ def gather_text(text):
     return [bytes(row.tolist()).decode("utf-8") for row in rows]
 
 
+def barrier():
+    """Collective. Returns when every rank has come here."""
+    dist.barrier()
+
+
 def everywhere(function):
     """Collective. function() on every rank -> the list of their JSON-able results, on every rank.
 
     A UserError or OSError on one is raised as UserError on all: they go on together or not at all.
     """
     try:
-        answer = ["", function()]
+        answer = ["", function()]  # [what went wrong, the result]
     except UserError as error:
         answer = [str(error), None]
     except OSError as error:
@@ -190,7 +195,8 @@ def once(function, per_node=False):
     """Collective. As everywhere, but called by rank 0 alone (or by one process of each node) -> its result, on all."""
     rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0))
     mine = local_rank == 0 if per_node else rank == 0
-    return everywhere(lambda: function() if mine else None)[rank - local_rank if per_node else 0]
+    first = rank - local_rank if per_node else 0  # torchrun numbers the processes of a node one after the other
+    return everywhere(lambda: function() if mine else None)[first]
 
 
 def gradients(model):

@@ -16,7 +16,6 @@ calls decide what is tried, and the CPU limit is ten times what the costliest co
 
 import functools
 import json
-import math
 import os
 import re
 import select

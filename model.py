@@ -356,7 +356,7 @@ def save_weights(tensors, folder, max_shard_bytes=4 * 2**30):
             shard, size = {}, 0
         shard[name], size = tensor.contiguous(), size + tensor.nbytes
     if not shards:
-        save_file(shard, folder / "model.safetensors", metadata={"format": "pt"})
+        _write(shard, folder / "model.safetensors")
         return
     shards.append(_write_shard(folder, len(shards), shard))
     weight_map, total = {}, 0
@@ -370,5 +370,10 @@ def save_weights(tensors, folder, max_shard_bytes=4 * 2**30):
 
 
 def _write_shard(folder, number, shard):
-    save_file(shard, folder / f"shard-{number}.safetensors", metadata={"format": "pt"})
+    _write(shard, folder / f"shard-{number}.safetensors")
     return list(shard), sum(tensor.nbytes for tensor in shard.values())
+
+
+def _write(tensors, path):
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it to its owner alone

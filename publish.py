@@ -4,7 +4,9 @@ Owns the export (train.py writes every checkpoint step-NNNN through it) and the 
 The command exports any training state that was kept, whatever the number of processes that wrote it, or renews a card:
 
     python publish.py runs/.../state-0200                                            -> runs/.../step-0200
-    python publish.py runs/.../step-0200 --evaluation evals/...-step-0200            the card shows the results
+    python publish.py runs/.../step-0200 --evaluation evals/...-step-0200            the card shows these results
+
+Without --evaluation a renewed card shows the held-out results of training.
 """
 
 import itertools
@@ -37,7 +39,8 @@ def export(tensors, source_dir, folder, tokenizer, card=lambda: ""):
     """
     folder, source, tensors = Path(folder), Path(source_dir), iter(tensors)
     temporary, first = folder.with_name(folder.name + ".tmp"), next(tensors)
-    if first[1] is None:
+    writes = first[1] is not None
+    if not writes:
         for _ in tensors:  # takes part in every gather, keeps nothing
             pass
         return
@@ -74,26 +77,43 @@ def model_card(run, step, evaluation=None):
 
     evaluation: the folder that eval.py wrote its results to; None: held-out results of training alone.
     """
-    config, base = read_json(run / "config.json"), None
-    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] <= step]
-    base = config["model"]
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).is_dir()
+    config = read_json(run / "config.json")
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
+    try:
+        values = {**config, **_derived(config, step)}
+        values |= {"curve": curve(rows), "evaluation": _evaluation(rows, evaluation)}
+        return string.Template(TEMPLATE.read_text()).substitute(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run}: config.json or metrics.jsonl is not what train.py writes ({error!r})") from error
+
+
+def read_rows(path):
+    """The rows of metrics.jsonl; a last line that a kill has torn is passed over."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _derived(config, step):
+    """What the card says in other words than config.json."""
+    folder = Path(config["model"]).is_absolute()  # else a name on the hub
+    base = "/".join(Path(config["model"]).parts[-2:])
     user = f"{config['instruction']}\n\n1 + 1 = ?" if config["instruction"] else "1 + 1 = ?"
     turns = (("system", config["system"]), ("user", user))
-    values = {
-        **config, "step": step, "folder": f"step-{step:04d}", "title": f"{Path(base).name}-RLOO, step {step}",
-        "base": base, "base_link": f"https://huggingface.co/{base}" if on_hub else base,
-        "base_metadata": f"base_model: {base}" if on_hub else "# base_model: (a local folder)",
-        "train_data": " and ".join(Path(name).stem for name in config["train_data"]),
+    data_names = {key: [Path(name).stem for name in config[key]] for key in ("train_data", "eval_data")}
+    reward = {"correct": "1 for an answer equivalent to the reference, else 0", "random": "a coin: the control run"}
+    return {
+        "step": step, "folder": f"step-{step:04d}", "title": f"{Path(base).name}-RLOO, step {step}",
+        "base": base if folder else f"[{base}](https://huggingface.co/{base})",
+        "base_metadata": "# base_model: a local folder" if folder else f"base_model: {base}",
+        "train_data": " and ".join(data_names["train_data"]),
         "thinking_note": " with thinking" if config["thinking"] else " without thinking",
         "system_note": ", after a system prompt" if config["system"] else "",
         "messages": repr([{"role": role, "content": text} for role, text in turns if text]),
         "max_new_tokens": config["max_new_tokens"] or config["sequence_length"], "others": config["group_size"] - 1,
-        "reward_note": "1 for an answer equivalent to the reference, else 0" if config["reward"] == "correct"
-                       else "a coin (the control that must not learn)",
-        "curve": curve(rows), "evaluation": _evaluation(rows, evaluation), "config": json.dumps(config),
+        "reward_note": reward[config["reward"]]
+                       + (f", times {config['gamma']}^(completion tokens)" if config["gamma"] != 1 else ""),
+        "config": json.dumps({**config, "model": base, **data_names}, indent=1),
     }  # fmt: skip
-    return string.Template(TEMPLATE.read_text()).substitute(values)
 
 
 def curve(rows, buckets=12):
@@ -109,10 +129,10 @@ def curve(rows, buckets=12):
 
 def _evaluation(rows, folder):
     if folder:
-        settings = read_json(folder / "results.json")["settings"]
-        table = (folder / "results.md").read_text().strip()
-        return (f"{settings['samples']} samples a problem at temperature {settings['temperature']}; unbiased pass@k, "
-                f"95 % bootstrap intervals over problems.\n\n{table}")  # fmt: skip
+        s, table = read_json(folder / "results.json")["settings"], (folder / "results.md").read_text().strip()
+        limits = "".join(f", {name} {s[name]}" for name, unset in (("top_k", 0), ("top_p", 1.0)) if s[name] != unset)
+        return (f"{s['samples']} samples a problem at temperature {s['temperature']}{limits}, at most "
+                f"{s['max_new_tokens']} new tokens; unbiased pass@k, 95 % bootstrap intervals.\n\n{table}")  # fmt: skip
     held_out = [row for row in rows if "eval/pass@1" in row]
     if not held_out:
         return "None yet."
@@ -140,16 +160,21 @@ def parse(argv):
 def main(argv=None):
     """The command: exports a training state, or renews the card of an exported checkpoint."""
     run, step, exporting, evaluation = parse(argv)
-    target, card = run / f"step-{step:04d}", model_card(run, step, evaluation)
+    target = run / f"step-{step:04d}"
     try:
+        if evaluation:
+            weights = checkpoint.digest_files(target.glob("*.safetensors"))
+            if read_json(evaluation / "results.json").get("settings", {}).get("weights") != weights:
+                raise UserError(f"{evaluation}: the results of other weights than those of {target}")
+        card = model_card(run, step, evaluation)
         if exporting:
             source = data.local_model(read_json(run / "config.json")["model"])
             tensors = checkpoint.state_tensors(run / f"state-{step:04d}", torch.bfloat16)
             export(tensors, source, target, data.Tokenizer(source), lambda: card)
         else:
-            (target / "README.md").write_text(card)
+            checkpoint.write(target / "README.md", card)
     except OSError as error:
-        raise UserError(f"{target}: {error.strerror}; nothing was replaced") from error
+        raise UserError(f"{error.filename or target}: {error.strerror}; nothing was replaced") from error
     print(target)
 
 

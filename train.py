@@ -29,7 +29,7 @@ import fsdp_utils
 import grader
 import rloo
 from console import CommandLine, Progress, UserError, exits_cleanly, nearest
-from eval import all_pairs, attempt, check_grader, digest, evaluate, exchange, load_tokenizer, share
+from eval import all_pairs, attempt, check_grader, evaluate, exchange, load_tokenizer, share
 from model import Qwen3, Qwen3Config, empty_model, load_weights, read_json
 from publish import export, model_card
 from rollout import stream_key
@@ -143,6 +143,8 @@ def parse_config(argv):
     for name in (name for name in overrides if name not in fields):
         raise UserError(f"{file or flags['out']}: unknown key {name}{nearest(name, fields)}")
     config = Config(**{**overrides, **flags})
+    if Path(config.model).is_dir():
+        config.model = str(Path(config.model).resolve())  # a folder stays a folder, wherever the run is looked at from
     for name in (name for name in saved if name not in FREE and saved[name] != getattr(config, name)):
         raise UserError(f"--resume: {name} {getattr(config, name)!r} is not the run's {saved[name]!r}; for another run "
                         f"from these weights give its step-NNNN as --model")  # fmt: skip
@@ -151,10 +153,8 @@ def parse_config(argv):
 
 def _saved_config(flags):
     file = Path(flags.get("out", "")) / "config.json"
-    if not flags.get("out"):
-        raise UserError("--resume needs --out, the run folder to continue")
-    if not file.is_file():
-        raise UserError(f"--resume: there is no run in {flags['out']} (no config.json)")
+    if not flags.get("out") or not file.is_file():
+        raise UserError(f"--resume needs --out, the folder of a run to continue; there is no {file}")
     return read_json(file)
 
 
@@ -313,7 +313,7 @@ def main(argv=None):
                                   eps=1e-8, weight_decay=config.weight_decay, fused=True)  # fmt: skip
     sampler = empty_model(model.config, ranks.device, dtype)  # a whole copy; its memory stays in place all run long
     folder, state = checkpoint.open_run_folder(config.out, config.resume, name, note)
-    fingerprint, first = digest(prompts, [problem.answer for problem in problems]), 0
+    fingerprint, first = checkpoint.digest(prompts, [problem.answer for problem in problems]), 0
     if state:
         facts = checkpoint.load_state(state, model, optimizer)
         if facts["data"] != fingerprint:

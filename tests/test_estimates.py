@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from console import UserError
-from estimates import majority_at_k, pass_at_k, scores, summarize, table
+from estimates import by_label, majority_at_k, pass_at_k, scores, summarize, table
 
 
 def samples(correct, answers=None):
@@ -107,11 +107,24 @@ def test_table_weights_overall_by_problems():
     scored = {name: [{**{f"pass@{2**i}": v / 100 for i, v in enumerate(row)}, **rest}] * sizes[name]
               for name, row in published.items()}  # fmt: skip
     scored["Overall"] = scored["GSM8K"] + scored["MATH-500"]
-    lines = table([(name, len(problems), summarize(problems, 10)) for name, problems in scored.items()]).splitlines()
-    assert len({len(line) for line in lines}) == 1 and len({line.count("|") for line in lines}) == 1  # aligned
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["dataset", "problems", *(f"pass@{2**i}" for i in range(6)), "maj@32", "tokens", "cut", "no answer"]
-    assert cells[2][:8] == ["GSM8K", "1319", *(f"{v:.2f}" for v in published["GSM8K"])]
+    passes, rest = table({name: (len(problems), summarize(problems, 10)) for name, problems in scored.items()}).split("\n\n")
+    for part in (passes, rest):  # aligned, and no wider than a terminal of 120 columns
+        lines = part.splitlines()
+        assert len({len(line) for line in lines}) == 1 and len({line.count("|") for line in lines}) == 1 and len(lines[0]) <= 120
+    cells, others = ([[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()] for part in (passes, rest))
+    assert cells[0] == ["dataset", "problems", *(f"pass@{2**i}" for i in range(6))]
+    assert cells[2] == ["GSM8K", "1319", *(f"{v:.2f}" for v in published["GSM8K"])]
     assert cells[3][:3] == ["95 % interval", "", "80.72–80.72"]
-    assert cells[6][:2] == ["Overall", "1819"] and cells[6][8:] == ["50.00", "100.0", "25.00", "12.50"]
+    assert cells[6][:2] == ["Overall", "1819"]
     assert [float(cell) for cell in cells[6][2:8]] == pytest.approx(overall, abs=0.0101)
+    assert others[0] == ["dataset", "maj@32", "tokens", "cut", "no answer"]
+    assert others[6] == ["Overall", "50.00", "100.0", "25.00", "12.50"] and others[7][2] == "100.0–100.0"
+
+
+def test_labels_come_in_natural_order_and_cannot_break_the_table():
+    scored = [{"pass@1": 1.0, "length": 1.0, "cut": 0.0, "no_answer": 0.0}] * 5
+    parts = by_label(["Level 10", "Level 2", None, "a|b\x1b[31m", "Level 2"], scored)
+    assert {name: len(part) for name, part in parts.items()} == {"Level 2": 2, "Level 10": 1, "a|b\x1b[31m": 1}
+    assert list(parts)[:2] == ["Level 2", "Level 10"] and by_label([None, None], scored) == {}
+    text = table({name: (len(part), summarize(part, 10)) for name, part in parts.items()}, "level")
+    assert "\x1b" not in text and "a/b" in text and text.startswith("| level")

@@ -30,7 +30,6 @@ from workers_common import (
 from workers_fsdp import ADVANTAGES, EPSILON, LR, ONE, SHAPES, TEMPERATURE, VALID, VOCAB
 
 import fsdp_utils
-from console import UserError
 
 KINDS, WORLDS = ("tied", "untied"), (1, 2, 3)
 # untied: q_norm and k_norm have 2 rows, so that of 3 ranks one holds none of them

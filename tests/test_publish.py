@@ -311,6 +311,20 @@ def test_an_evaluation_appears_on_the_card(run, tmp_path):
     assert (tmp_path / "out" / "results.md").read_text().strip() in text and "4 samples a problem" in text
 
 
+def test_an_evaluation_of_other_weights_is_refused_and_the_card_stays(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "results.json").write_text(json.dumps({"settings": {"weights": "those of another"}}))
+    card = tmp_path / "run" / "step-0002" / "README.md"
+    before = card.read_text()
+    done = launch(0, ROOT / "publish.py", card.parent, "--evaluation", tmp_path / "evaluation")
+    assert done.returncode == 2 and "other weights" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "run" / "config.json").write_text('{"model": "x/y"}')
+    done = launch(0, ROOT / "publish.py", card.parent)
+    assert done.returncode == 2 and "config.json" in done.stderr and done.stderr.count("\n") == 1
+    assert card.read_text() == before and not list(card.parent.glob("*.tmp"))
+
+
 @pytest.mark.parametrize("arguments, named", [
     (["{run}"], "state-NNNN"), (["{run}/state-0009"], "state-0009"), (["{run}/step-0001", "--evaluation", "nowhere"], "results.json"),
     ([], "checkpoint"), (["{run}/step-0001", "--evaluate", "x"], "--help"), (["{damaged}/state-0001"], "training state"),
