@@ -102,7 +102,8 @@ def _derived(config, step):
     data_names = {key: [Path(name).stem for name in config[key]] for key in ("train_data", "eval_data")}
     reward = {"correct": "1 for an answer equivalent to the reference, else 0", "random": "a coin: the control run"}
     return {
-        "step": step, "folder": f"step-{step:04d}", "title": f"{Path(base).name}-RLOO, step {step}",
+        "step": step, "folder": f"step-{step:04d}",
+        "title": f"{base.replace('/', '-') if folder else Path(base).name}-RLOO, step {step}",
         "base": base if folder else f"[{base}](https://huggingface.co/{base})",
         "base_metadata": "# base_model: a local folder" if folder else f"base_model: {base}",
         "train_data": " and ".join(data_names["train_data"]),

@@ -594,7 +594,7 @@ def test_resuming_on_other_problems_is_refused(made, run, tmp_path):
     lines = (made / "gsm.jsonl").read_text().splitlines(keepends=True)
     (made / "gsm.jsonl").write_text("".join(lines[1:] + lines[:1]))
     try:
-        refused(lambda: run(tmp_path / "run", steps=2, resume=True), ["other training problems"])
+        refused(lambda: run(tmp_path / "run", steps=2, resume=True), ["training problems or prompts are not the run"])
     finally:
         (made / "gsm.jsonl").write_text("".join(lines))
     assert [row["step"] for row in read(tmp_path / "run", "metrics")] == [0, 1, 2]
