@@ -79,7 +79,7 @@ def printable(text):
 
 
 def exits_cleanly(main):
-    """Wraps a command's main(): a UserError is printed once a node and every process exits 2.
+    """Wraps a command's main(): under torchrun the process ends with it; a UserError is printed once a node, exit 2.
 
     Any other error is printed by the process it hit, which leaves at once; torchrun then ends the others.
     """
@@ -87,7 +87,9 @@ def exits_cleanly(main):
     @functools.wraps(main)
     def wrapper(*args, **kwargs):
         try:
-            return main(*args, **kwargs)
+            main(*args, **kwargs)
+            if "RANK" in os.environ:
+                _leave(0)  # a thread of the process group that outlives it once aborted a run that had finished
         except (UserError, FloatingPointError) as error:  # a model whose numbers are no numbers is bad input, too
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 # The node's first process prints, then torchrun ends this one. To leave before that would end that one
@@ -110,4 +112,5 @@ def exits_cleanly(main):
 
 def _leave(status):
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)  # not sys.exit: interpreter shutdown may wait for peers that wait for us
