@@ -42,13 +42,17 @@ def unlock():
 
 
 def write(path, text):
-    """Replaces a file by `text`, whole or not at all."""
+    """Replaces a file by `text`, whole or not at all; UserError if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: {error.strerror}; what was there stays") from error
 
 
 def append(path, text):
