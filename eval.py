@@ -293,6 +293,7 @@ def main(argv=None):
                     "compute": f"{ranks.device.type} {dtype}", "stop_ids": [*tokenizer.stop_ids],
                     "weights": checkpoint.digest_files(Path(model_dir).glob("*.safetensors")),
                     "architecture": checkpoint.digest(vars(config)),
+                    "grader": checkpoint.digest_files([Path(grader.__file__), Path(grader.CHILD)]),
                     **{f"data {name}": checkpoint.digest([(p.question, p.answer) for p in problems], prompts)
                        for name, (problems, prompts) in sets.items()}}  # fmt: skip
         sizes = {name: len(problems) for name, (problems, _) in sets.items()}

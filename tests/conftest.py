@@ -16,6 +16,15 @@ import torch  # noqa: E402
 torch.set_num_threads(min(2, os.cpu_count() or 1))  # more threads only slow the tiny shapes of the tests down
 
 
+@pytest.fixture
+def one_thread():
+    """Products of tiny models gain nothing from a second thread, and lose much where another process wants the core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of reference material (data/, qwen3/, grader/), which is not part of the repository."""

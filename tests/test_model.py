@@ -17,6 +17,7 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from workers_common import config_of
 
 import fsdp_utils
 import model as model_file
@@ -48,12 +49,6 @@ def threads(request):
     torch.set_num_threads(threads if "published" in request.fixturenames else 1)
     yield
     torch.set_num_threads(threads)
-
-
-def config_of(raw, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    return Qwen3Config.from_json(folder / "config.json")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from workers_common import ROOT, launch
+from workers_common import ROOT, config_of, launch
 
 import data
 import publish
@@ -34,18 +34,7 @@ SMALL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_a
 STOPS = SimpleNamespace(stop_ids=(4, 5), pad_id=4)  # what export asks a tokenizer for
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def config_of(raw, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    return Qwen3Config.from_json(folder / "config.json")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_model(config):

@@ -26,13 +26,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 STRANGE = ["  two  blanks", "naïve 中文 🙂 \x07", "a\r\n\n\n\tb", "I'LL pay 12,345.60$ (5%)", "\\boxed{{", "assistants"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small gain nothing from a second thread, and lose much where another process wants the core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tree(text):

@@ -48,6 +48,13 @@ def write_model(model, folder):
     return folder
 
 
+def config_of(raw, folder):
+    """Writes the dict `raw` as config.json of `folder` and reads it back as a Qwen3Config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return Qwen3Config.from_json(folder / "config.json")
+
+
 def tiny_rollouts(shapes, vocab, seed=0):
     """shapes: (prompt tokens, completion tokens) of each -> rollouts of random tokens, log-probs near log(1/vocab)."""
     draw = random.Random(seed)
